@@ -214,7 +214,7 @@ def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
     t = t._replace(q=q_all, k=k_all, v=v_all, **offsets)
     spec = describe(t, o._replace(max_q=max_q, max_k=max_k))
     check_values(spec, t)
-    choose(spec, o.backend)
+    choose(spec, o.backend, q.device)
     if strategy == "ulysses" and (why := _why_not_heads(q.shape[1], team)):
         raise ValueError(f"strategy: got 'ulysses' {why}; use strategy='gather'")
 

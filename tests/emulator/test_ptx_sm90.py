@@ -32,14 +32,15 @@ def on_hopper(**options):
     return everywhere(architecture=90, ptx=True, **options)
 
 
-def run_all(problems, **options):
-    """Every forward pass is one of sm_90's, and right."""
+def run_all(problems, declined=(), **options):
+    """Every forward pass is one of sm_90's, or declined for such a reason; and right."""
     found = []
     with on_hopper(**options) as backend:
         for problem in problems:
             lines = Verdict(problem, backward=False).complaints(fastattn.attention)
             found += [f"{problem.name} {line}" for line in lines]
-    assert set(backend.kernels) == {FORWARD}, backend.kernels
+    others = {x for x in backend.kernels if x != FORWARD}
+    assert all(any(why in x for why in declined) for x in others), backend.kernels
     assert backend.launches >= len(backend.findings) > 0
     passed(found)
 
@@ -48,10 +49,26 @@ def run_all(problems, **options):
 SHAPES = (square(2, 2, 63, 24), square(1, 2, 105, 64), Dims(1, 4, 2, 81, 139, 64, 40))
 
 
+# What calls with some features are declined for.
+WIDTHS, PLACES = "not multiples of 8", "at multiples of 16 bytes"
+OF_FEATURES = {
+    "wide_values": WIDTHS,
+    "narrow_values": WIDTHS,
+    "offset_slices": PLACES,
+    "column_major": PLACES,
+    "column_major_dout": PLACES,
+}
+
+
+def reasons(features):
+    return [OF_FEATURES[x.name] for x in features if x.name in OF_FEATURES]
+
+
 @every_dtype
 @pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
 def test_features(dtype, features):
-    run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
+    problems = [build(dims, features, DTYPES[dtype]) for dims in SHAPES]
+    run_all(problems, declined=reasons(features))
 
 
 def around(*sizes):
