@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fastattn
 from tests.emulator.test_ptx_sm90 import around, on_hopper, reasons, unnoticed
 from tests.ptx import ours
 from tests.semantics.test_packed import batch, complaints
+from tests.support import large_logits
 from tests.support.backends import passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of
 from tests.support.emulated import DTYPES as NAMES
@@ -102,6 +104,17 @@ def test_every_schedule_gives_the_same_bits(name):
             found.append(problem.run(fastattn.attention))
     for other in found[1:]:
         assert all(torch.equal(x, other[name]) for name, x in found[0].items())
+
+
+@pytest.mark.parametrize("D, backward", [(16, "sm_90"), (136, "sm_80: its head dim is over 128")])
+def test_large_logits(D, backward):
+    """Backward needs both numbers of forward's LSE, also if kernels of sm_80 run it."""
+    problem = large_logits.far_logits(torch.bfloat16, M=37, N=270)
+    wide = {x: F.pad(getattr(problem, x), (0, D - 16)) for x in "qk"}
+    with on_hopper() as backend:
+        lines = list(large_logits.complaints(replace(problem, **wide)))
+    assert backend.kernels[:2] == ["sm_90", backward]
+    passed(lines)
 
 
 SIZES = ((5, 7), (0, 3), (1, 1), (137, 251), (3, 0), (17, 192), (1, 40), (97, 129), (129, 20))
