@@ -216,5 +216,5 @@ HARMLESS = ("setmaxnreg.inc", "wgmma.fence", "fence.proxy.async", "bar.warp.sync
 def test_each_synchronisation_deleted_is_noticed():
     problem = build(Dims(1, 2, 1, 200, 300, 64, 64), [FEATURE["bottom_right"]], torch.bfloat16)
     runs = [dict(schedule=1), dict(schedule=2), dict(schedule=3, lazy=False)]
-    survived = unnoticed(problem, runs, "backward_kernel")
+    survived = unnoticed([problem], runs, "backward_kernel")
     assert not [x for x in survived if not x.startswith(HARMLESS)], survived
