@@ -12,33 +12,38 @@ struct Softmax {
   float level[2], sum[2];
 };
 
-// A lane's scores of a tile become weights exp(s - level). decay is the factor of earlier sums of
-// each row; the caller applies it to the row's values.
+// A lane's scores of one of its rows (half 0 or 1) become weights exp(s - level). Returns the factor
+// of earlier sums of the row; the caller applies it to the row's values.
+template <bool general, int n>
+FA_DEVICE float update_row(Softmax& state, float (&s)[n][4], int half, float to_log2) {
+  float max = s[0][2 * half];
+#pragma unroll
+  for (int j = 0; j < n; ++j) max = fmaxf(max, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
+  // Levels are rounded alike: where the maximum stays, nothing is rescaled.
+  float top = level_of<general>(max, to_log2);
+  top = fmaxf(top, ptx::shuffle_xor(top, 1));
+  top = fmaxf(top, ptx::shuffle_xor(top, 2));
+  const float before = state.level[half];
+  state.level[half] = fmaxf(before, top);
+  // A row that has seen nothing: -inf - -inf would be NaN.
+  const float level = fmaxf(state.level[half], -FLT_MAX);
+  const float decay = rescale<general>(before, level);
+  float sum = state.sum[half] * decay;
+#pragma unroll
+  for (int j = 0; j < n; ++j)
+#pragma unroll
+    for (int e = 2 * half; e < 2 * half + 2; ++e) {
+      s[j][e] = exponential<general>(s[j][e], level, to_log2);
+      sum += s[j][e];
+    }
+  state.sum[half] = sum;
+  return decay;
+}
+
 template <bool general, int n>
 FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&decay)[2], float to_log2) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float max = s[0][2 * half];
-#pragma unroll
-    for (int j = 0; j < n; ++j) max = fmaxf(max, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
-    max = fmaxf(max, ptx::shuffle_xor(max, 1));
-    max = fmaxf(max, ptx::shuffle_xor(max, 2));
-    // Levels are rounded alike: where the maximum stays, nothing is rescaled.
-    const float before = state.level[half];
-    state.level[half] = fmaxf(before, level_of<general>(max, to_log2));
-    // A row that has seen nothing: -inf - -inf would be NaN.
-    const float level = fmaxf(state.level[half], -FLT_MAX);
-    decay[half] = rescale<general>(before, level);
-    float sum = state.sum[half] * decay[half];
-#pragma unroll
-    for (int j = 0; j < n; ++j)
-#pragma unroll
-      for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        s[j][e] = exponential<general>(s[j][e], level, to_log2);
-        sum += s[j][e];
-      }
-    state.sum[half] = sum;
-  }
+  for (int half = 0; half < 2; ++half) decay[half] = update_row<general>(state, s, half, to_log2);
 }
 
 // Multiplies the rows of x by these factors.
@@ -47,11 +52,18 @@ FA_DEVICE void scale_rows(float (&x)[n][4], const float (&factor)[2]) {
   each_of(x, [&](int k, int e) { x[k][e] *= factor[e / 2]; });
 }
 
+// The same for values in registers. Each row's are rescaled at once: fewer factors are live.
 template <bool general, int n, int columns>
 FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {
-  float decay[2];
-  update<general>(state, s, decay, to_log2);
-  scale_rows(out, decay);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float decay = update_row<general>(state, s, half, to_log2);
+#pragma unroll
+    for (int d = 0; d < columns; ++d) {
+      out[d][2 * half] *= decay;
+      out[d][2 * half + 1] *= decay;
+    }
+  }
 }
 
 // A sink is one more logit, without a value. It is added to the level and the sum of a row's

@@ -1,5 +1,8 @@
 """Altered kernels: for the emulator by g++, and as PTX by nvcc. Only one head dim, in bfloat16, is
-compiled, so that a fault is built in seconds; each content is built once, in build/faults."""
+compiled, so that a fault is built in seconds; each content is built once, in build/faults.
+
+Kernels of csrc/cuda/sm90 run as PTX alone. g++ compiles what launches them, without their bodies.
+"""
 
 import os
 import re
@@ -15,13 +18,20 @@ FOLDER, SOURCES = ROOT / "build" / "faults", ROOT / "csrc"
 SMALLEST = 32  # head dim; others are for slices that ask for them
 FLAGS = [x for x in emulator.FLAGS if not x.startswith("-g")]
 PASSES = sorted((SOURCES / "cuda/sm80").glob("*.cu"))
-UNITS = ("library", "sm90_absent", *(f"sm80/{x.stem}" for x in PASSES))
+OF_SM80 = ("library", *(f"sm80/{x.stem}" for x in PASSES))
+UNITS = (*OF_SM80, "sm90_absent")
 OF_PASS = {
     "forward": ("forward",),
     "backward": ("forward", "backward"),
     "decode": ("decode",),
     "weights": ("forward", "weights", "weights_backward"),
 }
+HOPPER_DIM = 64
+HOPPER_UNITS = tuple(f"sm90/{x}" for x in ("forward", "backward"))
+HOPPER_UNITS += tuple(f"sm90/{x}_d{HOPPER_DIM}" for x in ("forward", "backward", "decode"))
+HOPPER_FLAGS = (f"-DFA_CUDA_HAS_DIM(d)=((d)=={HOPPER_DIM})", "-DFA_WITHOUT_BODIES")
+# What the host reads of sm90's headers.
+OF_HOST = re.compile(r"\.h$|\.cu$|_launch\.cuh$|/schedule\.cuh$|/key_blocks\.cuh$")
 
 
 def few_instances(dim):
@@ -37,12 +47,21 @@ def few_instances(dim):
     return table.Fault("few instances", "", edits, "")
 
 
+def few_hopper_instances():
+    """A `Fault` that leaves the launches of sm90 one head dim, and bfloat16."""
+    where = "cuda/sm90/instances.h"
+    text = (SOURCES / where).read_text()
+    dims = re.search(r"  const int64_t d = most.*?(?=\n\}\n)", text, re.S)[0]
+    edit = table.Edit(where, dims, f"  return use(Dims<{HOPPER_DIM}, {HOPPER_DIM}>());")
+    return table.Fault("few instances of sm90", "", (edit,), "")
+
+
 def tree(dim, fault=None):
     """A folder with the sources of the kernels, altered."""
     files = [x for x in SOURCES.rglob("*.*h") if "cpu" not in x.parts]
-    files += [SOURCES / f"cuda/{x}.cu" for x in UNITS]
+    files += [SOURCES / f"cuda/{x}.cu" for x in (*UNITS, *HOPPER_UNITS)]
     texts = {str(x.relative_to(SOURCES)): x.read_text() for x in sorted(files)}
-    for change in filter(None, (few_instances(dim), fault)):
+    for change in filter(None, (few_instances(dim), few_hopper_instances(), fault)):
         for where in {x.where for x in change.edits if x.of == "sources"}:
             texts[where] = table.applied(change, where, texts[where])
     folder = FOLDER / build_lock.digest(texts)
@@ -65,9 +84,9 @@ def closure(path, known):
     return known
 
 
-def compiled(folder, unit):
+def compiled(folder, unit, *flags):
     source = folder / "cuda" / f"{unit}.cu"
-    command = [*emulator.compiler(), *FLAGS, *emulator.KERNEL_FLAGS]
+    command = [*emulator.compiler(), *FLAGS, *emulator.KERNEL_FLAGS, *flags]
     parts = sorted(emulator.EMULATOR.glob("*.h")) + sorted(closure(source, set()))
     target = FOLDER / f"{source.stem}-{library.digest(*command, *parts)}.o"
     return emulator.made(target, [*command, "-c", source])
@@ -84,5 +103,20 @@ class Altered(Emulator):
         # If several units have a function that none inlines, the linker takes the first.
         for wrong in (True, False):
             objects += [compiled(folders[wrong], x) for x in UNITS if (x in altered) == wrong]
+        self.link(name, objects)
+
+    def link(self, name, objects):
         path = FOLDER / f"{library.digest(name, *objects)}.so"
         self.load(emulator.made(path, [*emulator.compiler(), "-shared", "-s", *objects]))
+
+
+class AlteredHopper(Altered):
+    """The same with launches of sm90's kernels, with a fault in the code of the host."""
+
+    def __init__(self, name, fault):
+        of_host = any(OF_HOST.search(x.where) for x in fault.edits)
+        plain, altered = tree(SMALLEST), tree(SMALLEST, fault if of_host else None)
+        objects = [emulator.compiled(emulator.EMULATOR / f"{x}.cpp") for x in emulator.PARTS]
+        objects += [compiled(plain, x) for x in OF_SM80]
+        objects += [compiled(altered, x, *HOPPER_FLAGS) for x in HOPPER_UNITS]
+        self.link(name, objects)

@@ -79,7 +79,7 @@ def altered(fault, name):
                 yield seen_kernels
         else:
             alter_library(patch, fault, name)
-            if engine == "ptx":
+            if engine in ("ptx", "sm90"):
                 alter_nvcc(patch, fault, name, edited)
             yield seen_kernels
 
@@ -87,14 +87,14 @@ def altered(fault, name):
 def alter_library(patch, fault, name):
     """Build the emulator's library from altered sources. If nvcc compiles the kernels, g++ compiles
     only the host's code here, and alter_nvcc applies the fault."""
-    nvcc_compiles = slices.parts(name)[0] == "ptx"
-    made = builds.Altered(
-        # The edits are part of the name: PTX kernels that were added to a library stay there.
-        f"{name} {fault}",
-        slices.dim_of(name),
-        fault=None if nvcc_compiles else fault,
-        passes=slices.passes(name),
-    )
+    engine = slices.parts(name)[0]
+    # The edits are part of the name: PTX kernels that were added to a library stay there.
+    if engine == "sm90":
+        made = builds.AlteredHopper(f"{name} {fault}", fault)
+    else:
+        of_host = None if engine == "ptx" else fault
+        passes = slices.passes(name)
+        made = builds.Altered(f"{name} {fault}", slices.dim_of(name), of_host, passes)
     for module in (emulated, runtime):
         patch.setattr(module, "emulator", lambda *which: made)
     for cached in ("executor", "binary"):
@@ -106,7 +106,7 @@ def alter_nvcc(patch, fault, name, edited):
     """Alter the sources that nvcc compiles, and the PTX that it made."""
     of_source = ours.ptx
     altered = builds.tree(slices.dim_of(name), fault) / "cuda"
-    patch.setattr(ours, "ptx", lambda name: edited(of_source(name, kernels=altered)))
+    patch.setattr(ours, "ptx", lambda *names: edited(of_source(*names, kernels=altered)))
 
 
 @contextmanager

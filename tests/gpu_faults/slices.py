@@ -1,5 +1,6 @@
 """The smallest calls that detect a fault, by name: a shape, then features of cases.py, joined by +.
-The prefix `ptx ` runs nvcc's kernels as it compiled them; `triton ` runs Triton's.
+The prefix `ptx ` runs nvcc's kernels as it compiled them, `sm90 ` those of csrc/cuda/sm90; `triton `
+runs Triton's.
 
 A slice yields its complaints about the kernels in use; findings and refusals are raised.
 """
@@ -46,13 +47,19 @@ SHAPES = {
     "many rows": ("decode", Dims(1, 10, 2, 4, 300, 24, 24)),  # 20 rows in a tile of 64
     "weights": ("weights", Dims(1, 2, 1, 70, 150, 24, 24)),
     "mean weights": ("weights", Dims(1, 4, 2, 150, 70, 24, 24)),
+    # Of sm90: tiles of 128 rows and 192 keys in forward, 128 keys and 96 or 128 rows in backward.
+    "several tiles": ("forward", Dims(1, 2, 1, 200, 570, 64, 64)),
+    "one tile": ("forward", Dims(1, 1, 1, 90, 150, 64, 64)),
+    "several blocks of keys": ("backward", Dims(1, 2, 1, 300, 300, 64, 64)),
+    "several splits": ("decode", Dims(2, 8, 2, 5, 700, 64, 64)),
+    "one split": ("decode", Dims(1, 4, 2, 3, 150, 64, 64)),
 }
 DIM = {"wide": 256}  # of the kernels, where it is not the smallest
 
 
 def parts(name):
     """(engine, shape, features)"""
-    engine, shape, features = re.fullmatch(r"(?:(ptx|triton) )?([^+]*)(.*)", name).groups()
+    engine, shape, features = re.fullmatch(r"(?:(ptx|sm90|triton) )?([^+]*)(.*)", name).groups()
     return engine or "", shape, [FEATURE[x] for x in features.split("+")[1:]]
 
 
@@ -369,17 +376,90 @@ def packed_backward():
     return test_packed.complaints(made, made.run())
 
 
+# -- of sm90 -----------------------------------------------------------------------------------------
+
+
+def in_sequences(features, backward, sizes):
+    """A packed batch. With key lengths, NaN follows the keys of a sequence."""
+    made = test_packed.batch([FEATURE[x] for x in features], torch.bfloat16, sizes, 64)
+    return test_packed.complaints(made, made.run(backward=backward))
+
+
+SIZES = ((5, 7), (0, 3), (137, 251), (65, 129), (129, 20))
+
+
+@named("forward")
+def sequences():
+    return in_sequences(["bottom_right", "lengths"], False, SIZES)
+
+
+@named("backward")
+def sequences_with_gradients():
+    return in_sequences(["bottom_right", "lengths"], True, SIZES)
+
+
+@named("decode")
+def splits_of_sequences():
+    return in_sequences([], False, ((3, 341), (2, 0), (4, 570), (1, 64)))
+
+
+@named("forward", "decode")
+def nan_behind_lengths():
+    """NaN behind the lengths of keys changes no bit."""
+    for M in (70, 3):
+        problem = build(Dims(2, 2, 1, M, 300, 64, 64), (), torch.bfloat16)
+        lengths = torch.tensor([201, 17])
+        spoiled = replace(problem, k=problem.k.clone(), v=problem.v.clone())
+        for b, length in enumerate(lengths.tolist()):
+            spoiled.k[b, :, length:] = torch.nan
+            spoiled.v[b, :, length:] = torch.nan
+        right, found = (
+            fastattn.attention(x.q, x.k, x.v, key_lengths=lengths) for x in (problem, spoiled)
+        )
+        if not torch.equal(right, found):
+            yield f"{M} rows: other bits"
+
+
+@named("backward", others=True)  # the weights have no kernels of sm90
+def large_logits_of_sm90():
+    return large_logits.complaints(large_logits.far_logits(torch.bfloat16, M=37, N=270))
+
+
+@named("forward")
+def expanded():
+    """A dimension of stride 0 has size 1 in a tensor map."""
+    problem = build(Dims(2, 2, 2, 40, 70, 64, 64), (), torch.bfloat16)
+    problem = replace(
+        problem,
+        k=problem.k[:, :1].expand_as(problem.k),
+        v=problem.v[:1].expand_as(problem.v),
+        q=problem.q[:1, :1].expand_as(problem.q),
+    )
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
 # -- where they run --------------------------------------------------------------------------------
 
 
+# A missing synchronisation of sm90's kernels shows in some order of warps, or with copies that are
+# done early or late. Few blocks take all tasks, one after the other; many split keys.
+ORDERS = tuple(dict(schedule=x, lazy=x < 3) for x in (1, 2, 3))
+
+
 @contextmanager
-def backend_of(name):
+def backend_of(name, **options):
     """Inside, every call runs the kernels that the slice is for."""
     engine, shape, _ = parts(name)
     if engine == "triton":
         with triton.compiled() as found, pytest.MonkeyPatch.context() as patch:
             patch.setattr(tile_configs, "config", lambda *about: TILE)
             yield found
+    elif engine == "sm90":
+        with everywhere(architecture=90, ptx=True, **options) as found:
+            yield found
+        classes = {x.partition(":")[0] for x in found.kernels}
+        expected = {"sm_90", "sm_80"} if hasattr(OTHERS.get(shape), "others") else {"sm_90"}
+        assert classes == expected, f"{name} runs on {found.kernels}"
     elif getattr(OTHERS.get(shape), "launches", False):
         yield None  # it makes its own runtime
     else:
@@ -390,6 +470,10 @@ def backend_of(name):
 
 def complaints(name):
     """A slice's complaints about the kernels in use."""
-    shape = parts(name)[1]
-    with backend_of(name):
-        return list(judged(name) if shape in SHAPES else OTHERS[shape]())
+    engine, shape, _ = parts(name)
+    chip = dict(sm_count=MANY if "decode" in passes(name) else 1)
+    for options in [chip | x for x in ORDERS] if engine == "sm90" else [{}]:
+        with backend_of(name, **options):
+            if found := list(judged(name) if shape in SHAPES else OTHERS[shape]()):
+                return found
+    return []

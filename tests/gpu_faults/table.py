@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-KINDS = ("kernels", "assembly", "launch", "compiled")
+KINDS = ("kernels", "assembly", "launch", "compiled", "hopper")
 
 
 class Edit(NamedTuple):

@@ -14,7 +14,7 @@ from tests.support.backends import needs_triton
 from tests.support.emulator import needs_emulator
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
-MARKS = {"ptx": [ours.needs_nvcc], "triton": [needs_triton]}
+MARKS = {"ptx": [ours.needs_nvcc], "sm90": [ours.needs_nvcc], "triton": [needs_triton]}
 
 
 def run_by(name):
@@ -53,6 +53,11 @@ def test_a_fault_of_the_launch_path_is_detected(title):
 
 @faults_of("compiled")
 def test_a_fault_of_a_compiled_kernel_is_detected(title):
+    detected(title)
+
+
+@faults_of("hopper")
+def test_a_fault_of_a_hopper_kernel_is_detected(title):
     detected(title)
 
 
