@@ -20,7 +20,7 @@ from tests.ptx import ours, triton
 from tests.support import emulated, runtime
 from tests.support.checkout import ROOT
 
-from . import builds, launches, slices, table  # noqa: F401 (launches has slices)
+from . import builds, dense_masks, hopper, launches, slices, table  # noqa: F401 (slices)
 
 NO_FAULT = table.Fault("no fault", "", (), "")
 ADDRESSES = "addresses of "  # before a slice: under AddressSanitizer

@@ -1,8 +1,8 @@
 """The smallest calls that detect a fault, by name: a shape, then features of cases.py, joined by +.
-The prefix `ptx ` runs nvcc's kernels as it compiled them, `sm90 ` those of csrc/cuda/sm90; `triton `
-runs Triton's.
+Prefixes: `ptx `, nvcc's kernels as compiled; `sm90 `, those of csrc/cuda/sm90; `triton `, Triton's.
 
-A slice yields its complaints about the kernels in use; findings and refusals are raised.
+A slice yields its complaints about the kernels in use; findings and refusals are raised. More
+slices are in dense_masks.py, hopper.py and launches.py.
 """
 
 import re
@@ -51,6 +51,7 @@ SHAPES = {
     "several tiles": ("forward", Dims(1, 2, 1, 200, 570, 64, 64)),
     "one tile": ("forward", Dims(1, 1, 1, 90, 150, 64, 64)),
     "several blocks of keys": ("backward", Dims(1, 2, 1, 300, 300, 64, 64)),
+    "more rows than keys": ("backward", Dims(1, 1, 1, 300, 100, 64, 64)),
     "several splits": ("decode", Dims(2, 8, 2, 5, 700, 64, 64)),
     "one split": ("decode", Dims(1, 4, 2, 3, 150, 64, 64)),
 }
@@ -226,69 +227,6 @@ def mask_two_keys_short():
     return Verdict(problem, backward=False).complaints(fastattn.attention)
 
 
-def dense(mask):
-    """Complaints about a call with the mask of M x N that mask(rows, keys) makes."""
-    problem = build(Dims(2, 2, 1, 150, 333, 24, 24), (), torch.bfloat16)
-    problem.kwargs["mask"] = mask(torch.arange(150)[:, None], torch.arange(333))
-    return Verdict(problem, backward=False).complaints(fastattn.attention)
-
-
-@named("forward")
-def dense_mask():
-    """Heads and items see different blocks, some of them far away; one row sees one key alone."""
-    first = torch.tensor([0, 70, 0, 140]).view(2, 2, 1, 1)
-
-    def shown(i, j):
-        blocks = (j >= first) & (j < first + 60 + 10 * (i // 70)) | (j > 300) & (i > 70)
-        return torch.where(i == 149, j == 210, blocks)
-
-    return dense(shown)
-
-
-@named("forward")
-def dense_finfo_min():
-    """Some rows have nothing else."""
-    least = torch.finfo(torch.bfloat16).min
-    return dense(lambda i, j: torch.where((j < 200) & (i % 50 < 46), 0.0, least).bfloat16())
-
-
-@named("forward")
-def odd_dense_mask():
-    """No row of the mask begins at a multiple of 16 bytes."""
-
-    def lies(i, j):
-        mask = torch.where((j <= i) & (j > 1), 0.0, -torch.inf).bfloat16()
-        return shifted(torch.nn.functional.pad(mask, (0, 3)))[:, :333]
-
-    return dense(lies)
-
-
-def dense_gradients(mask):
-    problem = build(Dims(2, 2, 1, 150, 450, 24, 24), (), torch.bfloat16)
-    problem.kwargs["mask"] = mask(torch.arange(150)[:, None], torch.arange(450))
-    return Verdict(problem).complaints(fastattn.attention)
-
-
-@named("backward")
-def dense_mask_gradients():
-    """Heads and items see different blocks of keys, and one more at the end: adjacent or far away,
-    whole tiles and parts. The last rows see nothing."""
-    first = torch.tensor([0, 128, 0, 256]).view(2, 2, 1, 1)
-
-    def shown(i, j):
-        end = (j > 400) & (i >= 70)
-        return ((j >= first) & (j < first + 128) & (i // 64 * 9 <= j - first) | end) & (i < 128)
-
-    return dense_gradients(shown)
-
-
-@named("backward")
-def finfo_min_gradients():
-    """finfo.min is all that one row has, which is not the first of its tile."""
-    least = torch.finfo(torch.bfloat16).min
-    return dense_gradients(lambda i, j: torch.where((j < 200) & (i != 9), 0.0, least).bfloat16())
-
-
 @named("forward")
 def largest_scores():
     """Scores of 100 at one key, another one in each item: relative to a lower maximum they
@@ -374,68 +312,6 @@ def packed_splits():
 def packed_backward():
     made = test_packed.batch([FEATURE["sinks"]], torch.bfloat16, ((37, 41), (0, 3), (5, 9)), 32)
     return test_packed.complaints(made, made.run())
-
-
-# -- of sm90 -----------------------------------------------------------------------------------------
-
-
-def in_sequences(features, backward, sizes):
-    """A packed batch. With key lengths, NaN follows the keys of a sequence."""
-    made = test_packed.batch([FEATURE[x] for x in features], torch.bfloat16, sizes, 64)
-    return test_packed.complaints(made, made.run(backward=backward))
-
-
-SIZES = ((5, 7), (0, 3), (137, 251), (65, 129), (129, 20))
-
-
-@named("forward")
-def sequences():
-    return in_sequences(["bottom_right", "lengths"], False, SIZES)
-
-
-@named("backward")
-def sequences_with_gradients():
-    return in_sequences(["bottom_right", "lengths"], True, SIZES)
-
-
-@named("decode")
-def splits_of_sequences():
-    return in_sequences([], False, ((3, 341), (2, 0), (4, 570), (1, 64)))
-
-
-@named("forward", "decode")
-def nan_behind_lengths():
-    """NaN behind the lengths of keys changes no bit."""
-    for M in (70, 3):
-        problem = build(Dims(2, 2, 1, M, 300, 64, 64), (), torch.bfloat16)
-        lengths = torch.tensor([201, 17])
-        spoiled = replace(problem, k=problem.k.clone(), v=problem.v.clone())
-        for b, length in enumerate(lengths.tolist()):
-            spoiled.k[b, :, length:] = torch.nan
-            spoiled.v[b, :, length:] = torch.nan
-        right, found = (
-            fastattn.attention(x.q, x.k, x.v, key_lengths=lengths) for x in (problem, spoiled)
-        )
-        if not torch.equal(right, found):
-            yield f"{M} rows: other bits"
-
-
-@named("backward", others=True)  # the weights have no kernels of sm90
-def large_logits_of_sm90():
-    return large_logits.complaints(large_logits.far_logits(torch.bfloat16, M=37, N=270))
-
-
-@named("forward")
-def expanded():
-    """A dimension of stride 0 has size 1 in a tensor map."""
-    problem = build(Dims(2, 2, 2, 40, 70, 64, 64), (), torch.bfloat16)
-    problem = replace(
-        problem,
-        k=problem.k[:, :1].expand_as(problem.k),
-        v=problem.v[:1].expand_as(problem.v),
-        q=problem.q[:1, :1].expand_as(problem.q),
-    )
-    return Verdict(problem, backward=False).complaints(fastattn.attention)
 
 
 # -- where they run --------------------------------------------------------------------------------

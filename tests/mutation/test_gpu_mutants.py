@@ -1,5 +1,6 @@
 """Seeded faults of the GPU kernels: each breaks one line of the sources, the assembly, the launch
-path, or the code compiled by nvcc or Triton. The slice named with the fault must fail.
+path, the kernels of sm90, or the code compiled by nvcc or Triton. The slice named with the fault
+must fail.
 
 The tables are in gpu_faults/. A slice fails by a wrong value, a finding of the emulator, or a
 refused launch. A fault that does not compile is an error in the table. A fault marked as surviving

@@ -147,6 +147,7 @@ SHARES = {
     "test_gpu_mutants::test_a_fault_of_the_assembly_is_detected": (NONE, 18),
     "test_gpu_mutants::test_a_fault_of_the_launch_path_is_detected": (NONE, 36),
     "test_gpu_mutants::test_a_fault_of_a_compiled_kernel_is_detected": (NONE, 36),
+    "test_gpu_mutants::test_a_fault_of_a_hopper_kernel_is_detected": (NONE, 70),
     "test_gpu_mutants::test_the_source_without_faults_passes": (NONE, 18),
     # Compiled kernels on the emulator. Each takes seconds to compile, the first time.
     "test_ptx_cuda": (NONE, NONE),
@@ -308,6 +309,7 @@ OF_ALL = {
     "test_gpu_mutants::test_a_fault_of_the_assembly_is_detected": 5,
     "test_gpu_mutants::test_a_fault_of_the_launch_path_is_detected": 5,
     "test_gpu_mutants::test_a_fault_of_a_compiled_kernel_is_detected": 5,
+    "test_gpu_mutants::test_a_fault_of_a_hopper_kernel_is_detected": 5,
     "test_gpu_mutants::test_the_source_without_faults_passes": 5,
     "test_derivatives::test_pairs_of_features": 7,  # the others: pytest --tier=whole
     "test_ptx_triton::test_features": 9,
