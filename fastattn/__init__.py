@@ -23,6 +23,7 @@ from .dispatch import (
     onnx_decomposition,  # noqa: F401  registers the decompositions that exporters look up
 )
 from .dropin.conversion import convert, revert
+from .dropin.flex import flex_attention
 from .dropin.multihead import MultiheadAttention
 from .dropin.patching import patch, sdpa, unpatch
 from .dropin.sdpa import scaled_dot_product_attention
@@ -45,6 +46,7 @@ __all__ = [
     "convert",
     "explain",
     "flash_attn",
+    "flex_attention",
     "integrations",
     "merge",
     "nn",

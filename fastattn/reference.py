@@ -8,6 +8,7 @@ O(M N). Read this file to learn what the operation means.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -39,6 +40,7 @@ class Arguments(TypedDict, total=False, closed=True):
     scale: float | None
     place: Place | None
     again: tuple[int, int]
+    score_mod: Callable[[Tensor], Tensor] | None
 
 
 @overload
@@ -113,6 +115,7 @@ def attention(
     scale: float | None = None,
     place: Place | None = None,
     again: tuple[int, int] = (0, 0),
+    score_mod: Callable[[Tensor], Tensor] | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     return_normaliser: bool = False,
@@ -139,6 +142,7 @@ def attention(
         place: The position of this call in a larger one.
         again: For dropout: the numbers of items and of heads after which the draws repeat; 0 is
             never.
+        score_mod: A function of all scores (B, H, M, N), applied after the scale.
         return_lse: If True, also return the LSE.
         return_weights: If True, also return the probabilities after dropout.
         return_normaliser: If True, also return the LSE and its rounding error.
@@ -179,7 +183,8 @@ def attention(
     if key_lengths is not None:
         v = v.masked_fill(~within(key_lengths, v.shape[2], place)[:, None, :, None], 0)
     with torch.autocast(q.device.type, enabled=False):
-        s = scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale, place)
+        about = mask, causal, window, key_lengths, alibi_slopes, softcap, scale, place
+        s = scores(q, k, *about, score_mod)
         p, normaliser = softmax(s, sinks)
         p = dropout(p, dropout_p, seed, place, again)
         out = p @ v
@@ -210,6 +215,7 @@ def scores(
     softcap: float | None,
     scale: float | None,
     place: Place | None = None,
+    score_mod: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Compute the scores (B,H,M,N): -inf where a query may not attend to a key."""
     (B, H, M, D), N = q.shape, k.shape[2]
@@ -223,6 +229,8 @@ def scores(
         keep = keep & inside[:, None, None]
         k = k.masked_fill(~inside[:, None, :, None], 0)  # padding may hold NaN
     s = q @ k.transpose(-1, -2) * scale_of(D, scale)  # exporters do not support k.mT
+    if score_mod is not None:
+        s = score_mod(s)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:

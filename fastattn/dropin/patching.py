@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from ..backends import base
 from ..backends.native.marshalling import PLAIN
-from . import nested
+from . import flex_patching, nested
 from .sdpa import is_causal_bias
 from .sdpa import scaled_dot_product_attention as _ours
 
@@ -73,6 +73,10 @@ def patch() -> None:
     - for devices, dtypes and head dims without a fused kernel on this machine;
     - for so few tokens that calling costs more than computing, except in compiled code;
     - for every call that `fastattn.scaled_dot_product_attention` raises for.
+
+    torch's `flex_attention` runs on `fastattn.flex_attention`, which trains it on CPUs, too: also
+    under names that modules imported before, and where transformers holds it compiled. torch's own
+    function runs where ours raises.
 
     Three differences from torch remain. Dropout draws another mask. Autograd keeps the output of
     every call, as torch's flash kernel does and its math kernel does not, so changing an output in
@@ -158,6 +162,7 @@ def _take(holder: str) -> None:
         stays = _active and not isinstance(found, BuiltinFunctionType)
         if not _active:
             _head_dims.update(_largest_head_dims())
+            flex_patching.take()
         if not stays and not _calls_ours(found):
             _torchs, _torch.scaled_dot_product_attention = found, _stand_in
             _script_as(found)
@@ -171,6 +176,7 @@ def _release(holder: str) -> None:
         if any(_holders.values()):
             return
         _active = False
+        flex_patching.release()
         if F.scaled_dot_product_attention is _stand_in:
             _torch.scaled_dot_product_attention = _torchs
         else:

@@ -13,6 +13,7 @@ REASONS = {
     "csrc/cpu/backward/backward.h": "one class: a task, and the order of its sums",
     "csrc/cuda/sm90/ptx.cuh": "a wrapper for each instruction, and the only file that may have it",
     "csrc/python/marshalling.cpp": "one module, as its twin in Python",
+    "fastattn/reference.py": "the operation as the mathematics states it, to be read as a whole",
     "fastattn/api.py": "the public functions, with the documentation of every argument",
     "fastattn/call/spec.py": "the table of a call, and the spec made of it",
     "fastattn/dropin/multihead.py": "one class, with the documentation of torch's arguments",

@@ -122,7 +122,10 @@ SHARES = {
     "test_flash_attn_models": (NONE, ALL),
     "test_flash_attn_passes::test_diffusers_runs_its_flash_backend": (NONE, ALL),
     "test_flash_attn_models::test_continuous_batching": (NONE, 3),
+    "test_flex_attention": (5, 2),
+    "test_flex_attention::test_second_derivatives": (NONE, ALL),
     # Models of other libraries, which take seconds to import.
+    "test_flex_transformers": (NONE, 2),
     "test_libraries": (NONE, 4),
     "test_libraries::test_the_environment_of_diffusers": (NONE, NONE),
     "test_profile::test_a_model_of_transformers": (NONE, ALL),

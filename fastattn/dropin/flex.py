@@ -1,0 +1,345 @@
+"""torch.nn.attention.flex_attention.flex_attention, call for call, with gradients on every device.
+
+The user's functions are traced to programs (`fastattn.score_mods`). What `attention` has an
+argument for becomes that argument. The rest of a mask_mod becomes a bool mask, and what a score_mod
+adds becomes a float mask, each in the smallest shape that its indices span. A score_mod of another
+form runs on the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..api import attend, autocast, draw_seed, may_autocast
+from ..backends.base import names as backend_names
+from ..call.spec import TOKENS, acc_dtype
+from ..dispatch.library_ops import opaque_to_dynamo
+from ..score_mods.evaluate import evaluate
+from ..score_mods.program import Program
+from ..score_mods.recognition import MaskParts, ScoreParts, mask_parts, score_parts
+from ..score_mods.tracing import Traced, merge, trace_mask_mod, trace_score_mod
+from . import flex_blocks
+from .sdpa import _order_of
+
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+ROWS = 256  # of the scores that `_max_scores` computes at a time
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: Any = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: Any = ...,
+    *,
+    return_aux: None = ...,
+    mask_mod: MaskMod | None = ...,
+    dropout_p: float = ...,
+    seed: int | Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: Any = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: Any = ...,
+    *,
+    return_aux: Any = ...,
+    mask_mod: MaskMod | None = ...,
+    dropout_p: float = ...,
+    seed: int | Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Any]: ...
+@opaque_to_dynamo
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+    mask_mod: MaskMod | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Any]:
+    """Compute attention with a score_mod and a mask_mod, as torch's flex_attention, and train it.
+
+    softmax(score_mod(query key^T scale)) value, over the keys that mask_mod and block_mask show.
+    It needs no compiler and no block mask, and has gradients on CPUs, in captured tensors too.
+
+    Functions are traced at each call, in some ten microseconds an operation. They may use Python's
+    operators, comparisons, torch.where, casts and torch's functions of one number, and index
+    captured tensors by expressions of b, h, i and j. Scores and floating captured tensors are
+    computed in float32, in float64 for float64 tensors; whole numbers have 64 bits.
+
+    A band (i >= j, i - j <= w), a tanh cap and plain scores cost no memory. Other conditions
+    of a mask_mod take a byte for each element of the shape that their indices span: M N for a
+    condition of i and j. What a score_mod adds takes four. A score_mod that is not softcap(score) +
+    f(b, h, i, j) runs on the oracle, in O(B H M N) memory.
+
+    In compiled code the call breaks the graph.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        score_mod: score_mod(score, b, h, i, j) -> score, after the scale.
+        block_mask: torch's BlockMask. Its lists decide: full blocks skip its mask_mod, and blocks
+            that are not listed are hidden.
+        scale: The factor of query key^T; 1 / sqrt(E) by default.
+        enable_gqa: If True, the heads of key and value divide query's.
+        return_lse: If True, also return the LSE.
+        kernel_options: Ignored.
+        return_aux: torch's AuxRequest: also return torch's AuxOutput with what it asks for.
+        mask_mod: mask_mod(b, h, i, j) -> bool, True where row i may attend to key j. With a
+            block_mask, both must show a key.
+        dropout_p: The probability of dropout, as in `fastattn.attention`.
+        seed: The seed of dropout; None draws one.
+        sinks: One more logit for each head in each row's denominator.
+        backend: Run on this backend, or raise. None takes the first that can run the call.
+
+    Shape:
+        query: (B, H, M, E), float32, float64, bfloat16 or float16.
+        key: (B, Hk, N, E), query's dtype. B is 1 beside a block mask of query's batch size.
+        value: (B, Hk, N, Ev), query's dtype.
+        sinks: (H,).
+        seed: An int, or an int64 tensor of one element.
+        out: (B, H, M, Ev), query's dtype, in memory in the order of query's dimensions.
+        lse: (B, H, M), float32 (float64 for float64): natural logarithms, -inf for a row that sees
+            no key. max_scores is of the same form.
+
+    Returns:
+        out; (out, lse) with return_lse; (out, AuxOutput) with return_aux. A row that sees no key
+        gives 0. max_scores has no gradient.
+
+    Raises:
+        TypeError: A function branches on an argument, or returns no number; the message names the
+            line.
+        ValueError: return_lse beside return_aux; shapes that do not fit, as in torch's function.
+        NotImplementedError: A function uses an operation that programs do not have, or the backend
+            cannot run the call.
+        IndexError: A function indexes a captured tensor out of range.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q, k, v = torch.randn(3, 1, 4, 50, 16).requires_grad_().unbind()
+        >>> table = torch.randn(4, 99, requires_grad=True)
+        >>> def relative(score, b, h, i, j):
+        ...     return score + table[h, i - j + 49]
+        >>> out = fastattn.flex_attention(q, k, v, relative, mask_mod=lambda b, h, i, j: i >= j)
+        >>> out.sum().backward()
+        >>> table.grad.shape
+        torch.Size([4, 99])
+    """
+    _check(query, key, value, enable_gqa, block_mask, return_lse, return_aux)
+    with torch.no_grad():
+        listed = None if block_mask is None else flex_blocks.mask_mod_of(block_mask)
+    device = query.device
+    traced = [None if score_mod is None else trace_score_mod(score_mod, device)]
+    traced += [None if x is None else trace_mask_mod(x, device) for x in (mask_mod, listed)]
+    if may_autocast():
+        query, key, value, _ = autocast(query, key, value, None)
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
+    call = _Call.of(query, key, scale, traced)
+    with torch.autocast(device.type, enabled=False):
+        rest: dict[str, Any] = dict(sinks=sinks, dropout_p=dropout_p, seed=seed)
+        if call.score_parts is None:
+            out, lse = _on_the_oracle(call, query, key, value, backend, **rest)
+        else:
+            out, lse = _fused(call, query, key, value, backend=backend, **rest)
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    largest = _max_scores(call, query, key) if return_aux.max_scores else None
+    return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
+
+
+class _Call(NamedTuple):
+    """The programs of a call, what was recognised in them, and their arguments.
+
+    masks: the mask_mods that must all be true.
+    score_parts: None if the score_mod is of no form that kernels have.
+    """
+
+    score: Program | None
+    masks: tuple[Program, ...]
+    tensors: tuple[Tensor, ...]
+    score_parts: ScoreParts | None
+    mask_parts: MaskParts
+    scale: float
+    indices: dict[str, Tensor]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, scale: float | None, traced: list[Traced | None]
+    ) -> _Call:
+        (score, *rest), tensors = merge(*traced)
+        masks = tuple(x for x in rest if x is not None)
+        parts = ScoreParts() if score is None else score_parts(score)
+        also = [] if parts is None or parts.mask is None else [parts.mask]
+        sizes = *query.shape[:3], key.shape[2]
+        indices = {
+            name: torch.arange(size, device=query.device).view(-1, *(1,) * (3 - dim))
+            for dim, (name, size) in enumerate(zip("bhij", sizes))
+        }
+        scale = reference.scale_of(query.shape[-1], scale)
+        recognised = mask_parts(*masks, *also)
+        dtype = acc_dtype(query.dtype)
+        return cls(score, masks, tensors, parts, recognised, scale, indices, dtype)
+
+    def value(self, program: Program, score: Tensor | None = None, **indices: Tensor) -> Tensor:
+        """The result of a program, for all indices or for some."""
+        where = self.indices | indices
+        return evaluate(program, self.tensors, score=score, dtype=self.dtype, **where)
+
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        edges = self.mask_parts.left, self.mask_parts.right
+        return None if edges == (None, None) else edges
+
+
+def _fused(
+    call: _Call, query: Tensor, key: Tensor, value: Tensor, **rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The output and the LSE, by `attention` with what the functions amount to."""
+    parts = call.score_parts
+    assert parts is not None
+    mask = None if call.mask_parts.rest is None else call.value(call.mask_parts.rest)
+    if parts.bias is not None:
+        bias = call.value(parts.bias)
+        mask = bias if mask is None else torch.where(mask, bias, -math.inf)
+    order = _order_of(query)
+    orders = order, order if order in ("BHM", TOKENS) else "BHM"
+    structure = dict(window=call.window, softcap=parts.softcap, scale=call.scale, mask=mask)
+    out, normaliser = attend(
+        query, key, value, orders=orders, function="flex_attention", **structure, **rest
+    )
+    return out, normaliser[0]
+
+
+def _on_the_oracle(
+    call: _Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    backend: str | None,
+    seed: int | Tensor | None,
+    **rest: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same for a score_mod of any form, in memory O(B H M N)."""
+    if backend not in (None, "reference"):
+        if backend not in backend_names():
+            raise ValueError(f"backend: got {backend!r}, expected one of {backend_names()}")
+        raise NotImplementedError(
+            f"backend {backend!r} cannot run a score_mod that is not softcap(score) + f(b, h, i, j)"
+        )
+    program, masks = call.score, call.mask_parts
+    assert program is not None
+    q, k, v = (x.to(call.dtype) for x in (query, key, value))
+    out, lse = reference.attention(
+        q,
+        k,
+        v,
+        score_mod=lambda score: call.value(program, score),
+        mask=None if masks.rest is None else call.value(masks.rest),
+        window=call.window,
+        scale=call.scale,
+        seed=draw_seed(query.device) if seed is None and rest["dropout_p"] else seed,
+        return_lse=True,
+        **rest,
+    )
+    return out.to(query.dtype), lse
+
+
+@torch.no_grad()
+def _max_scores(call: _Call, query: Tensor, key: Tensor) -> Tensor:
+    """(B,H,M): the largest score of each row, some rows at a time."""
+    q, k = query.to(call.dtype), key.to(call.dtype)
+    k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
+    largest = q.new_full(q.shape[:3], -math.inf)
+    if not k.shape[2]:
+        return largest
+    for begin in range(0, q.shape[2], ROWS):
+        i = call.indices["i"][begin : begin + ROWS]
+        s = q[:, :, begin : begin + ROWS] @ k.mT * call.scale
+        if call.score is not None:
+            s = call.value(call.score, s, i=i).expand(s.shape)
+        for mask in call.masks:
+            s = s.masked_fill(~call.value(mask, i=i), -math.inf)
+        largest[:, :, begin : begin + ROWS] = s.amax(-1)
+    return largest
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    enable_gqa: bool,
+    block_mask: Any,
+    return_lse: bool,
+    return_aux: Any,
+) -> None:
+    """Apply torch's rules that `attention` does not have, with the first words of its messages."""
+    if any(x.is_nested for x in (query, key, value)):
+        raise NotImplementedError("flex_attention does not support NestedTensor inputs")
+    if not query.ndim == key.ndim == value.ndim == 4:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise NotImplementedError(f"query, key, and value must be 4D tensors, got {shapes}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            "Expect query and key/value to have the same embedding dimension but got "
+            f"E={query.shape[-1]} and E={key.shape[-1]}."
+        )
+    heads, of_keys = query.shape[1], key.shape[1]
+    if not enable_gqa and heads != of_keys:
+        raise ValueError(
+            "Expect query and key/value to have the same number of heads but got "
+            f"Hq={heads} and Hkv={of_keys}. Try setting enable_gqa=True for GQA."
+        )
+    if enable_gqa and (heads % of_keys if of_keys else heads):
+        raise ValueError(
+            "Expect number of query heads to be a multiple of kv heads for GQA but got "
+            f"Hq={heads} and Hkv={of_keys}."
+        )
+    if return_lse and return_aux is not None:
+        raise ValueError("Cannot specify both return_lse and return_aux.")
+    if query.shape[0] != key.shape[0] and (
+        block_mask is None or key.shape[0] != 1 or block_mask.shape[0] != query.shape[0]
+    ):
+        raise ValueError(
+            "Expect query and key/value to have the same batch size, or key/value of 1 beside a "
+            f"block_mask of query's, but got Bq={query.shape[0]} and Bkv={key.shape[0]}."
+        )
+    if block_mask is not None:
+        flex_blocks.check(block_mask, query, key)

@@ -1,0 +1,80 @@
+"""torch's BlockMask, of flex_attention, as a mask_mod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HIDDEN, PARTIAL, WHOLE = 0, 1, 2
+NO_BLOCKS = 1 << 30  # torch's block size for "no block mask": one block that holds any sequence
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+
+def check(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Apply torch's rules on the lengths and the device of a block mask, with its messages."""
+    rows, keys = query.shape[-2], key.shape[-2]
+    shape, sizes = tuple(block_mask.shape), tuple(block_mask.BLOCK_SIZE)
+    if sizes != (NO_BLOCKS, NO_BLOCKS) and shape[-2:] != (rows, keys):
+        smaller = rows > shape[-2] or keys > shape[-1]
+        advice = "create a new one" + (
+            "" if smaller else ", or use block_mask._adjust(q_len, kv_len)"
+        )
+        raise ValueError(
+            f"block_mask was created for block_mask.shape={shape} but got q_len={rows} and "
+            f"kv_len={keys}: {advice}"
+        )
+    if block_mask.kv_num_blocks.device != query.device:
+        raise RuntimeError(
+            "Expect q/k/v and block_mask to be on the same device but got "
+            f"{query.device} and {block_mask.kv_num_blocks.device}."
+        )
+    for name, at, size in (("batch", 0, query.shape[0]), ("head", 1, query.shape[1])):
+        if shape[at] not in (1, size):
+            raise ValueError(
+                f"block_mask: got a {name} dimension of {shape[at]}, expected 1 or {size}"
+            )
+
+
+def mask_mod_of(block_mask: Any) -> MaskMod | None:
+    """The function that is true where a block mask shows a key; None if it shows all.
+
+    Its lists decide: in listed full blocks every key is visible, in other listed blocks those for
+    which its mask_mod is true, in blocks that are not listed none.
+    """
+    states, of_pair = block_states(block_mask), block_mask.mask_mod
+    rows, keys = block_mask.BLOCK_SIZE
+    if states.device.type == "cpu":  # on a GPU, reading the lists would wait for it
+        if bool((states == WHOLE).all()):
+            return None
+        if bool((states == PARTIAL).all()):
+            return of_pair
+
+    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+        item, head = b if states.shape[0] > 1 else 0, h if states.shape[1] > 1 else 0
+        state = states[item, head, i // rows, j // keys]
+        return (state == WHOLE) | ((state == PARTIAL) & of_pair(b, h, i, j))
+
+    return visible
+
+
+def block_states(block_mask: Any) -> Tensor:
+    """(B, H, blocks of rows, blocks of keys) int8: HIDDEN, PARTIAL or WHOLE. B or H may be 1."""
+    states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)
+    if block_mask.full_kv_num_blocks is not None:
+        whole = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE)
+        states = torch.maximum(states, whole)
+    return states
+
+
+def _listed(counts: Tensor, indices: Tensor, state: int) -> Tensor:
+    """The state in the blocks that are listed: the first `counts` of `indices` in each row."""
+    columns = indices.shape[-1]
+    listed = torch.arange(columns, device=indices.device) < counts[..., None]
+    # Entries past the count go to a column that is dropped.
+    places = torch.where(listed, indices, columns).long()
+    found = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)
+    return found.scatter_(-1, places, state)[..., :-1]

@@ -1,0 +1,330 @@
+"""fastattn.flex_attention: torch's contract, and gradients that torch does not have on CPUs.
+
+The judge is a plain softmax in float64 of scores that torch's vmap makes, one number at a time.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torchs
+
+import fastattn
+from fastattn.dropin import flex
+from tests.support.flex_functions import (
+    BIAS,
+    GENERAL,
+    MASK_MODS,
+    OF_DISTANCE,
+    SCORE_MODS,
+    TABLE,
+    B,
+    H,
+    modified,
+    visible,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+M, N, D, DV = 37, 41, 16, 24
+ALL_SCORE_MODS = SCORE_MODS | GENERAL
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def tensors(dtype=torch.float32, heads=H, of_keys=2, M=M, N=N, grad=False, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (B, heads, M, D), (B, of_keys, N, D), (B, of_keys, N, DV)
+    made = [torch.randn(*shape, generator=draw).to(dtype) for shape in shapes]
+    return [x.requires_grad_(grad) for x in made]
+
+
+def exact(q, k, v, score_mod=None, mask_mod=None, scale=None):
+    """(out, LSE, scores) in float64; functions run in float32."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    s = q @ k.mT * (1 / math.sqrt(D) if scale is None else scale)
+    if score_mod is not None:
+        s = modified(score_mod, s)
+    if mask_mod is not None:
+        shown = visible(mask_mod, q.shape[2], k.shape[2], q.shape[1], q.shape[0])
+        s = s.masked_fill(~shown, -torch.inf)
+    lse = s.logsumexp(-1)
+    return torch.exp(s - lse.nan_to_num(neginf=0)[..., None]) @ v, lse, s
+
+
+def close(found, expected, dtype):
+    bound = {torch.float32: 2e-5, torch.float64: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(found.double(), expected.double(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ALL_SCORE_MODS)
+def test_score_mods(name, dtype):
+    given = tensors(DTYPES[dtype])
+    out, lse = fastattn.flex_attention(
+        *given, ALL_SCORE_MODS[name], enable_gqa=True, return_lse=True
+    )
+    expected, of_rows, _ = exact(*given, ALL_SCORE_MODS[name])
+    close(out, expected, DTYPES[dtype])
+    close(lse, of_rows, DTYPES[dtype])
+    assert out.dtype == DTYPES[dtype]
+    assert lse.dtype == (torch.float64 if dtype == "float64" else torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_mask_mods(name, dtype):
+    given = tensors(DTYPES[dtype])
+    out, lse = fastattn.flex_attention(
+        *given, enable_gqa=True, mask_mod=MASK_MODS[name], return_lse=True
+    )
+    expected, of_rows, _ = exact(*given, mask_mod=MASK_MODS[name])
+    close(out, expected, DTYPES[dtype])
+    close(lse, of_rows, DTYPES[dtype])
+
+
+PAIRS = [
+    (score, mask)
+    for score in ("softcap and bias", "alibi", "hidden keys", "two scores")
+    for mask in ("causal", "documents", "heads differ", "rows without keys", "lengths")
+]
+
+
+@pytest.mark.parametrize("score, mask", PAIRS, ids=[" & ".join(x) for x in PAIRS])
+def test_gradients(score, mask):
+    """Of query, key and value, with a loss on out and on the LSE."""
+    functions = ALL_SCORE_MODS[score], MASK_MODS[mask]
+    given = tensors(grad=True)
+    out, lse = fastattn.flex_attention(
+        *given, functions[0], enable_gqa=True, mask_mod=functions[1], return_lse=True
+    )
+    wide = [x.detach().double().requires_grad_() for x in given]
+    exact_out, exact_lse, _ = exact(*wide, *functions)
+    seen = exact_lse > -torch.inf
+
+    def loss(out, lse):
+        return out.double().square().sum() + lse[seen].double().sum()
+
+    found = torch.autograd.grad(loss(out, lse), given)
+    for got, expected in zip(found, torch.autograd.grad(loss(exact_out, exact_lse), wide)):
+        close(got, expected.nan_to_num(), torch.float32)
+
+
+CAPTURED = {
+    "a table by distance": (TABLE, lambda x: lambda s, b, h, i, j: s + x[h, i - j + 64]),
+    "a bias": (BIAS, lambda x: lambda s, b, h, i, j: s + x[b, h, i, j]),
+    "a number for each head": (TABLE[:, 0], lambda x: lambda s, b, h, i, j: s - x[h] * (i - j)),
+    "one number": (TABLE[0, 0], lambda x: lambda s, b, h, i, j: s + x * j),
+    "bfloat16": (OF_DISTANCE, lambda x: lambda s, b, h, i, j: s + x[h, (i - j).abs() % 5]),
+    "a scale": (TABLE[:, 1].exp(), lambda x: lambda s, b, h, i, j: s * x[h]),
+    "twice": (TABLE[0], lambda x: lambda s, b, h, i, j: s + x[i] * x[j + 3]),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_gradients_of_captured_tensors(name):
+    start, make = CAPTURED[name]
+    captured = start.detach().clone().requires_grad_()
+    given = tensors()
+    out = fastattn.flex_attention(
+        *given, make(captured), enable_gqa=True, mask_mod=MASK_MODS["causal"]
+    )
+    (found,) = torch.autograd.grad(out.double().square().sum(), captured)
+    wide = start.detach().double().requires_grad_()
+    expected = exact(*given, make(wide), MASK_MODS["causal"])[0]
+    (right,) = torch.autograd.grad(expected.square().sum(), wide)
+    assert found.shape == start.shape and found.dtype == start.dtype
+    bound = 3e-2 if start.dtype == torch.bfloat16 else 1e-3
+    torch.testing.assert_close(found.double(), right, rtol=bound, atol=bound)
+
+
+def test_second_derivatives():
+    table = (TABLE[:, :40] / 4).double().detach().requires_grad_()
+    q, k, v = (x[:, :, :5].double().detach() for x in tensors(heads=H, of_keys=H))
+
+    def run(q, table):
+        return fastattn.flex_attention(
+            q, k, v, lambda s, b, h, i, j: s + table[h, i - j + 20], mask_mod=MASK_MODS["causal"]
+        )
+
+    given = q.requires_grad_(), table
+    assert torch.autograd.gradcheck(run, given)
+    assert torch.autograd.gradgradcheck(run, given)
+
+
+# -- torch's own, which has no gradients here ------------------------------------------------------
+
+
+@pytest.mark.parametrize("score", ["alibi", "softcap and bias", "two scores"])
+@pytest.mark.parametrize("mask", ["causal", "documents of items", "heads differ"])
+def test_torchs_function(score, mask):
+    given, score_mod = tensors(), ALL_SCORE_MODS[score]
+    blocks = torchs.create_block_mask(MASK_MODS[mask], B, H, M, N, device="cpu", BLOCK_SIZE=16)
+    named = dict(score_mod=score_mod, block_mask=blocks, enable_gqa=True, scale=0.3)
+    aux = torchs.AuxRequest(lse=True)
+    expected, of_rows = torchs.flex_attention(*given, **named, return_aux=aux)
+    out, found = fastattn.flex_attention(*given, **named, return_aux=aux)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found.lse, of_rows.lse)
+    assert isinstance(found, torchs.AuxOutput) and found.max_scores is None
+    assert out.stride() == expected.stride()
+
+
+def test_max_scores():
+    given = tensors(M=300, N=41)
+    score_mod = lambda s, b, h, i, j: s - 0.1 * h + 0.01 * (i % 7) * j  # noqa: E731
+    mask_mod = lambda b, h, i, j: (i >= j) & (i % 5 != 3)  # noqa: E731
+    aux = torchs.AuxRequest(max_scores=True)
+    _, found = fastattn.flex_attention(
+        *given, score_mod, enable_gqa=True, mask_mod=mask_mod, return_aux=aux
+    )
+    scores = exact(*given, score_mod, mask_mod)[2]
+    assert found.lse is None
+    close(found.max_scores, scores.amax(-1), torch.float32)
+
+
+# -- what fastattn adds ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["alibi", "a scale for each head"])
+def test_dropout_draws_those_of_attention(name):
+    """Dropout of a probability shows where values are a unit matrix."""
+    q, k, _ = tensors()
+    v = torch.eye(N).expand(B, 2, N, N)
+    named = dict(dropout_p=0.4, seed=7)
+    out = fastattn.flex_attention(q, k, v, ALL_SCORE_MODS[name], enable_gqa=True, **named)
+    assert torch.equal(out == 0, fastattn.attention(q, k, v, **named) == 0)
+
+
+@pytest.mark.parametrize("name", ["softcap", "a scale for each head"])
+def test_sinks(name):
+    q, k, v = tensors()
+    sinks = torch.randn(H)
+    found = fastattn.flex_attention(q, k, v, ALL_SCORE_MODS[name], enable_gqa=True, sinks=sinks)
+    scores = exact(q, k, v, ALL_SCORE_MODS[name])[2]
+    logits = torch.cat([scores, sinks.double().view(H, 1, 1).expand(B, H, M, 1)], -1)
+    expected = logits.softmax(-1)[..., :-1] @ v.double().repeat_interleave(2, dim=1)
+    close(found, expected, torch.float32)
+
+
+def test_bits_are_those_of_the_same_mask():
+    q, k, v = tensors()
+    bias = BIAS[:, :, :M, :N].clone()
+    score_mod = lambda s, b, h, i, j: s + bias[b, h, i, j]  # noqa: E731
+    found = fastattn.flex_attention(q, k, v, score_mod, enable_gqa=True)
+    assert torch.equal(found, fastattn.attention(q, k, v, mask=bias))
+    shown = visible(MASK_MODS["tree"], M, N)[:1, :1]
+    found = fastattn.flex_attention(q, k, v, enable_gqa=True, mask_mod=MASK_MODS["tree"])
+    assert torch.equal(found, fastattn.attention(q, k, v, mask=shown))
+
+
+def test_a_band_is_no_mask(monkeypatch):
+    """Structure costs no memory: `attend` gets a window, and no mask."""
+    seen = {}
+    whole = flex.attend
+
+    def attend(*args, **kwargs):
+        seen.update(kwargs)
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(flex, "attend", attend)
+    fastattn.flex_attention(
+        *tensors(), SCORE_MODS["softcap"], enable_gqa=True, mask_mod=MASK_MODS["window"]
+    )
+    assert (seen["mask"], seen["window"], seen["softcap"]) == (None, (9, 0), 5.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)], ids=str)
+@pytest.mark.parametrize("name", ["relative", "clamped"])
+def test_nothing(shape, name):
+    items, heads, M, N = shape
+    q, k = torch.randn(items, heads, M, D), torch.randn(items, heads, N, D)
+    out, lse = fastattn.flex_attention(
+        q, k, k, ALL_SCORE_MODS[name], mask_mod=MASK_MODS["causal"], return_lse=True
+    )
+    assert torch.equal(out, torch.zeros(items, heads, M, D))
+    assert torch.equal(lse, torch.full((items, heads, M), -torch.inf if not N else 0.0)[..., :M])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "rows first"])
+def test_the_output_lies_as_the_query(order):
+    q, k, _ = tensors(of_keys=H)
+    laid = q.permute(order).contiguous().permute(order)
+    out = fastattn.flex_attention(laid, k, k, SCORE_MODS["alibi"])
+    assert out.stride() == laid.stride()
+
+
+def test_autocast():
+    """Products are of bfloat16, what functions compute is not."""
+    given = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fastattn.flex_attention(*given, SCORE_MODS["table"], enable_gqa=True)
+    expected = fastattn.flex_attention(
+        *(x.bfloat16() for x in given), SCORE_MODS["table"], enable_gqa=True
+    )
+    assert torch.equal(out, expected)
+
+
+def test_in_compiled_code():
+    given = tensors()
+
+    def model(q, k, v):
+        return fastattn.flex_attention(q * 2, k, v, SCORE_MODS["alibi"], enable_gqa=True) + 1
+
+    torch.testing.assert_close(torch.compile(model, backend="eager")(*given), model(*given))
+
+
+def test_vmap():
+    q, k, v = (torch.stack([x, x + 1]) for x in tensors())
+    run = lambda *x: fastattn.flex_attention(*x, SCORE_MODS["table"], enable_gqa=True)  # noqa: E731
+    expected = torch.stack([run(*x) for x in zip(q, k, v)])
+    torch.testing.assert_close(torch.vmap(run)(q, k, v), expected)
+
+
+def test_a_captured_tensor_changed_in_place_raises():
+    table = TABLE.clone().requires_grad_()
+    given = tensors(grad=True)
+    out = fastattn.flex_attention(
+        *given, lambda s, b, h, i, j: s + table[h, i - j + 64].exp(), enable_gqa=True
+    )
+    with torch.no_grad():
+        given[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+q, k, v = tensors(of_keys=H)
+REFUSED = {
+    "heads": ((q, k[:, :2], v[:, :2]), {}, ValueError, "enable_gqa=True"),
+    "3 heads of 4": ((q, k[:, :3], v[:, :3]), dict(enable_gqa=True), ValueError, "multiple of kv"),
+    "head dims": ((q, k[..., :8], v), {}, ValueError, "same embedding dimension"),
+    "3 dimensions": ((q[0], k[0], v[0]), {}, NotImplementedError, "must be 4D"),
+    "both": (
+        (q, k, v),
+        dict(return_lse=True, return_aux=1),
+        ValueError,
+        "return_lse and return_aux",
+    ),
+    "items": ((q, k[:1], v[:1]), {}, ValueError, "same batch size"),
+    "no backend": ((q, k, v), dict(backend="none"), ValueError, "backend"),
+    "a backend that cannot": (
+        (q, k, v),
+        dict(score_mod=GENERAL["clamped"], backend="cpu"),
+        NotImplementedError,
+        r"softcap\(score\) \+ f",
+    ),
+    "out of range": (
+        (q, k, v),
+        dict(score_mod=lambda s, b, h, i, j: s + TABLE[h, i - j + 100]),
+        IndexError,
+        "out of range",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    given, named, error, said = REFUSED[case]
+    with pytest.raises(error, match=said):
+        fastattn.flex_attention(*given, **named)

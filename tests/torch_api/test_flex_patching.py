@@ -1,0 +1,109 @@
+"""patch() and sdpa() run torch's flex_attention on fastattn, and put torch's function back."""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as module
+
+import fastattn
+from fastattn.dropin import flex_patching
+from tests.support.flex_functions import MASK_MODS, SCORE_MODS
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+TORCHS = [module.flex_attention]  # the patch replaces what is bound to a name of a module
+
+
+@pytest.fixture
+def importer():
+    """A module that has imported the function by another name before the patch."""
+    name = "a_module_that_imports_flex_attention"
+    made = sys.modules[name] = types.ModuleType(name)
+    (made.flex,) = TORCHS
+    yield made
+    del sys.modules[name]
+
+
+def training(function):
+    q = torch.ones(1, 2, 20, 8, requires_grad=True)
+    out = function(q, q, q, SCORE_MODS["softcap"])
+    return torch.autograd.grad(out.sum(), q)
+
+
+def test_it_trains_on_a_cpu(importer):
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        training(module.flex_attention)
+    with fastattn.sdpa():
+        assert module.flex_attention is importer.flex is not TORCHS[0]
+        training(module.flex_attention)
+        training(importer.flex)
+    assert module.flex_attention is importer.flex is TORCHS[0]
+
+
+def test_patches_are_counted(importer):
+    fastattn.patch()
+    with fastattn.sdpa():
+        fastattn.patch()
+        fastattn.unpatch()
+    assert importer.flex is not TORCHS[0]
+    fastattn.unpatch()
+    assert module.flex_attention is importer.flex is TORCHS[0]
+
+
+def test_a_stand_in_that_was_imported_runs_torchs_after_unpatch():
+    with fastattn.sdpa():
+        function = module.flex_attention
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        training(function)
+
+
+def test_calls_run_on_fastattn(monkeypatch):
+    seen = []
+    ours = flex_patching._ours
+    monkeypatch.setattr(flex_patching, "_ours", lambda *x, **y: seen.append(1) or ours(*x, **y))
+    x = torch.randn(1, 2, 40, 8)
+    blocks = module.create_block_mask(MASK_MODS["causal"], None, None, 40, 40, device="cpu")
+    expected = module.flex_attention(x, x, x, SCORE_MODS["alibi"], blocks)
+    with fastattn.sdpa():
+        found = module.flex_attention(x, x, x, SCORE_MODS["alibi"], blocks)
+    assert seen == [1]
+    torch.testing.assert_close(found, expected)
+
+
+def test_torchs_function_runs_what_ours_refuses():
+    """Programs have no median."""
+    x = torch.randn(1, 2, 40, 8)
+
+    def score_mod(score, b, h, i, j):
+        return score + torch.median(score)
+
+    with pytest.raises(NotImplementedError, match="median"):
+        fastattn.flex_attention(x, x, x, score_mod)
+    expected = module.flex_attention(x, x, x, score_mod)
+    with fastattn.sdpa():
+        torch.testing.assert_close(module.flex_attention(x, x, x, score_mod), expected)
+        with pytest.raises(ValueError, match="same number of heads"):
+            module.flex_attention(x, x[:, :1], x[:, :1])
+
+
+def test_another_function_in_its_place_stays(monkeypatch):
+    def other():
+        pass
+
+    monkeypatch.setattr(module, "flex_attention", other)
+    with fastattn.sdpa():
+        assert module.flex_attention is other
+    assert module.flex_attention is other
+
+
+def test_in_compiled_code():
+    x = torch.randn(1, 2, 40, 8)
+
+    def model(x):
+        return module.flex_attention(x, x, x, SCORE_MODS["alibi"])
+
+    with fastattn.sdpa():
+        found = torch.compile(model, backend="eager")(x.requires_grad_())
+        found.sum().backward()
+    torch.testing.assert_close(found, fastattn.flex_attention(x, x, x, SCORE_MODS["alibi"]))
