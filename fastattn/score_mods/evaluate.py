@@ -1,0 +1,119 @@
+"""The value of a program on broadcast torch tensors: the plain meaning of a score_mod."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .operators import OPS
+from .program import Program, Value
+
+
+def evaluate(
+    program: Program,
+    tensors: Sequence[Tensor],
+    *,
+    score: Tensor | None = None,
+    b: Tensor,
+    h: Tensor,
+    i: Tensor,
+    j: Tensor,
+    seen: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the result of a program.
+
+    A value keeps the smallest shape to which its operands broadcast. The result is
+    differentiable by torch in `score` and in floating captured tensors. On CPUs the gradient
+    of a load adds in a fixed order.
+
+    Args:
+        program: The program.
+        tensors: The captured tensors, as many as `program.captured` has.
+        score: The scores, float32 or float64. Needed if the program has them.
+        b: The index of the item of the batch, int64, as the other indices. The shapes of all
+            broadcast.
+        h: The index of the query head.
+        i: The index of the row.
+        j: The index of the key.
+        seen: Bool, to which the indices broadcast. An index out of range raises only where it
+            is true, and is clamped elsewhere. None: everywhere.
+        dtype: The dtype of floats, where there is no score. Default: float32.
+
+    Returns:
+        float of the scores' dtype, int64 or bool, of the smallest shape.
+
+    Raises:
+        IndexError: A captured tensor has an index out of range at a pair that is seen. Without
+            this check (compiled, under vmap, on GPUs), the index is clamped.
+        ValueError: There are more or fewer tensors than the program has, or no score.
+    """
+    if len(tensors) != len(program.captured):
+        got, needed = len(tensors), len(program.captured)
+        raise ValueError(f"the program has {needed} captured tensors, got {got}: give each")
+    floats = score.dtype if score is not None else dtype or torch.float32
+    inputs = dict(score=score, b=b, h=h, i=i, j=j)
+    results: list[Tensor] = []
+    for value in program.values:
+        args = [results[x] for x in value.args]
+        if value.op in inputs:
+            result = inputs[value.op]
+            if result is None:
+                raise ValueError("the program reads the score: give score=")
+        elif value.op == "constant":
+            result = _constant(value, floats, i.device)
+        elif value.op == "load":
+            assert value.tensor is not None
+            result = _load(tensors[value.tensor], value.tensor, args, seen)
+            result = result.to(_dtype(value.kind, floats))
+        elif value.op == "to_float":
+            result = args[0].to(floats)
+        else:
+            meaning = OPS[value.op].meaning
+            assert meaning is not None
+            result = meaning(*args)
+        results.append(result)
+    return results[-1]
+
+
+def _dtype(kind: str, floats: torch.dtype) -> torch.dtype:
+    return {"float": floats, "int": torch.int64, "bool": torch.bool}[kind]
+
+
+def _constant(value: Value, floats: torch.dtype, device: torch.device) -> Tensor:
+    assert value.number is not None
+    return torch.full((), value.number, dtype=_dtype(value.kind, floats), device=device)
+
+
+def _load(tensor: Tensor, number: int, index: list[Tensor], seen: Tensor | None) -> Tensor:
+    inside = []
+    for at, (x, size) in enumerate(zip(index, tensor.shape)):
+        _check(x, size, seen, f"captured tensor {number} of shape {tuple(tensor.shape)}", at)
+        x = torch.where(x < 0, x + size, x)
+        inside.append(x.clamp(0, max(size - 1, 0)))
+    if 0 in tensor.shape:  # nothing to read: no pair is seen
+        shape = torch.broadcast_shapes(*(x.shape for x in inside))
+        return tensor.new_zeros(shape)
+    return tensor[tuple(inside)] if inside else tensor
+
+
+def _check(x: Tensor, size: int, seen: Tensor | None, name: str, dim: int) -> None:
+    """Raise if an index is outside of [-size, size) at a pair that is seen."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    outside = (x < -size) | (x >= size)
+    try:
+        found = bool(outside.any())
+        if found and seen is not None:
+            outside = outside & seen
+            found = bool(outside.any())
+    except RuntimeError:  # under vmap, or of tensors without data: values are not known
+        return
+    if found:
+        wrong = int(torch.broadcast_to(x, outside.shape)[outside][0])
+        raise IndexError(
+            f"index {wrong} is out of range for dimension {dim} of size {size} of {name}: "
+            "hide such pairs with mask_mod, or clamp the index"
+        )

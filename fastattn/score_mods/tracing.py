@@ -1,0 +1,231 @@
+"""Tracing: run a score_mod or mask_mod once on symbols, and keep what it did as a program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .functions import call
+from .program import Program, Value, without_unused
+from .symbols import Symbol, Table, Trace, indexed, kind_of, refused
+
+GETITEM = torch.Tensor.__getitem__
+SETITEM = torch.Tensor.__setitem__
+# A 0-d tensor that these make inside of the function is a number of the program.
+MAKERS = frozenset("tensor scalar_tensor full zeros ones as_tensor asarray".split())
+
+
+class Traced(NamedTuple):
+    """State a traced function.
+
+    Args:
+        program: What it does.
+        tensors: The tensors that it captures, in the order of `program.captured`.
+    """
+
+    program: Program
+    tensors: tuple[Tensor, ...]
+
+
+class _Mode(TorchFunctionMode):
+    """Take torch's functions that get a symbol. All others run as they are."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, f, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if f is GETITEM:
+            tensor, key = args
+            if isinstance(tensor, Tensor) and _symbolic(key):
+                return indexed(self.trace, tensor, (None,) * tensor.dim(), key)
+            return f(*args)
+        if Symbol in types or Table in types or _symbolic(args) or _symbolic(kwargs.values()):
+            if f is SETITEM:
+                raise refused(TypeError, "a score_mod or mask_mod may not change a captured tensor")
+            return call(self.trace, f.__name__, args, kwargs)
+        result = f(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dim() == 0:
+            self._literal(f, args, result)
+        return result
+
+    def _literal(self, f: Callable, args: tuple, result: Tensor) -> None:
+        known = self.trace.literals
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        made = not tensors and getattr(f, "__name__", "") in MAKERS
+        derived = bool(tensors) and all(id(x) in known for x in tensors)
+        if (made or derived) and result.device.type == "cpu" and not result.requires_grad:
+            known[id(result)] = result
+
+
+def _symbolic(args) -> bool:
+    """Whether a symbol or a part of a captured tensor is among the arguments."""
+    if isinstance(args, (Symbol, Table)):
+        return True
+    if isinstance(args, Tensor):
+        return False
+    try:
+        return any(
+            isinstance(x, (Symbol, Table)) or isinstance(x, (tuple, list)) and _symbolic(x)
+            for x in args
+        )
+    except TypeError:
+        return False
+
+
+def trace_score_mod(
+    fn: Callable, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Traced:
+    """Return a score_mod as a program, with the tensors that it captures.
+
+    Args:
+        fn: A function (score, b, h, i, j) -> score of 0-d tensors.
+        device: What `device` of a symbol is.
+        dtype: What `dtype` of the score is.
+
+    Raises:
+        TypeError: The function branches on an index or a score, takes other arguments, or
+            returns no single number. The message has the line of the function.
+        IndexError: A captured tensor has too many indices.
+        NotImplementedError: The function has an operator that no program has.
+
+    Example:
+        >>> traced = trace_score_mod(lambda score, b, h, i, j: score - abs(i - j))
+        >>> [value.op for value in traced.program.values]
+        ['score', 'i', 'j', 'sub', 'abs', 'to_float', 'sub']
+    """
+    trace, result = _run(fn, ("score", "b", "h", "i", "j"), device, dtype)
+    return _traced(trace, trace.cast(_returned(trace, fn, result), "float"))
+
+
+def trace_mask_mod(fn: Callable, *, device: torch.device | str = "cpu") -> Traced:
+    """Return a mask_mod as a program, with the tensors that it captures.
+
+    Args:
+        fn: A function (b, h, i, j) -> bool of 0-d tensors, True where a row sees a key.
+        device: What `device` of a symbol is.
+
+    Raises:
+        TypeError: The function returns no bool; or as trace_score_mod.
+        IndexError: A captured tensor has too many indices.
+        NotImplementedError: The function has an operator that no program has.
+    """
+    trace, result = _run(fn, ("b", "h", "i", "j"), device, torch.float32)
+    symbol = _returned(trace, fn, result)
+    if symbol.kind != "bool":
+        raise TypeError(
+            f"{_where(fn)}: a mask_mod returns a bool (True: seen), got a value of kind "
+            f"{symbol.kind}: write a comparison, such as (x != 0)"
+        )
+    return _traced(trace, symbol)
+
+
+def _run(fn: Callable, names: tuple[str, ...], device, dtype) -> tuple[Trace, object]:
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "a score_mod or mask_mod is not traced inside of torch.compile: trace it outside"
+        )
+    trace = Trace(torch.device(device), dtype)
+    inputs = [trace.input(name) for name in names]
+    with _Mode(trace):
+        try:
+            return trace, fn(*inputs)
+        except TypeError as error:
+            _check_arguments(fn, names, error)
+            raise
+
+
+def _check_arguments(fn: Callable, names: tuple[str, ...], error: TypeError) -> None:
+    """Raise with a sentence if the function does not take `names`."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        what = "score_mod" if names[0] == "score" else "mask_mod"
+        wanted = ", ".join(names)
+        raise TypeError(
+            f"{_where(fn)}: a {what} takes ({wanted}), got a function of {signature}"
+        ) from error
+
+
+def _where(fn: Callable) -> str:
+    code = getattr(fn, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(fn)
+
+
+def _returned(trace: Trace, fn: Callable, result: object) -> Symbol:
+    """The symbol of what the function returned."""
+    if isinstance(result, (Symbol, bool, int, float)):
+        return trace.lift(result)
+    if isinstance(result, Tensor) and result.dim() == 0:
+        return trace.load(result)
+    got = type(result).__name__
+    if isinstance(result, Tensor):
+        got = f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, Table):
+        got = result.described()
+    raise TypeError(
+        f"{_where(fn)}: a score_mod or mask_mod returns one value for one pair of a row and a key, "
+        f"got {got}: return a 0-d result, and index captured tensors in every dimension"
+    )
+
+
+def _traced(trace: Trace, result: Symbol) -> Traced:
+    captured = tuple((kind_of(x.dtype), x.dim()) for x in trace.tensors)
+    program = trace.builder.program(result.at, captured)
+    return Traced(*without_unused(program, tuple(trace.tensors)))
+
+
+def merge(
+    score: Traced | None, mask: Traced | None
+) -> tuple[Program | None, Program | None, tuple[Tensor, ...]]:
+    """Give a score_mod and a mask_mod one list of captured tensors.
+
+    A tensor that both capture is there once: the same object, or the same part of a storage
+    where neither requires a gradient. Both programs have the list as their `captured`.
+
+    Returns:
+        The score_mod's program, the mask_mod's, and the captured tensors.
+    """
+    tensors: list[Tensor] = []
+    numbers: list[list[int]] = []
+    for traced in (score, mask):
+        mine = []
+        for x in traced.tensors if traced else ():
+            at = next((at for at, y in enumerate(tensors) if _is_same(x, y)), len(tensors))
+            if at == len(tensors):
+                tensors.append(x)
+            mine.append(at)
+        numbers.append(mine)
+    captured = tuple((kind_of(x.dtype), x.dim()) for x in tensors)
+    programs = [
+        traced and Program(_renamed(traced.program.values, mine), captured)
+        for traced, mine in zip((score, mask), numbers)
+    ]
+    return programs[0], programs[1], tuple(tensors)
+
+
+def _renamed(values: Sequence[Value], numbers: list[int]) -> tuple[Value, ...]:
+    return tuple(x if x.tensor is None else x._replace(tensor=numbers[x.tensor]) for x in values)
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    if x is y:
+        return True
+    if x.requires_grad or y.requires_grad or x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if x.device != y.device or x.stride() != y.stride():
+        return False
+    try:
+        return x.data_ptr() == y.data_ptr() != 0
+    except RuntimeError:  # a tensor without data, or one that torch wraps
+        return False
