@@ -329,7 +329,7 @@ def indexed(trace: Trace, tensor: Tensor, index: tuple[Symbol | None, ...], key)
 
 def _as_symbol(trace: Trace, x: object) -> Symbol | None:
     """The int symbol of one index, or None if it is plain."""
-    if x is None or isinstance(x, (slice, int)) and not isinstance(x, bool):
+    if x is None or (isinstance(x, (slice, int)) and not isinstance(x, bool)):
         if isinstance(x, slice):
             for bound in (x.start, x.stop, x.step):
                 if isinstance(bound, (Symbol, Table)):

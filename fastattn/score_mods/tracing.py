@@ -17,7 +17,7 @@ from .symbols import Symbol, Table, Trace, indexed, kind_of, refused
 GETITEM = torch.Tensor.__getitem__
 SETITEM = torch.Tensor.__setitem__
 # A 0-d tensor that these make inside of the function is a number of the program.
-MAKERS = frozenset("tensor scalar_tensor full zeros ones as_tensor asarray".split())
+MAKERS = frozenset(("tensor", "scalar_tensor", "full", "zeros", "ones", "as_tensor", "asarray"))
 
 
 class Traced(NamedTuple):
@@ -72,7 +72,7 @@ def _symbolic(args) -> bool:
         return False
     try:
         return any(
-            isinstance(x, (Symbol, Table)) or isinstance(x, (tuple, list)) and _symbolic(x)
+            isinstance(x, (Symbol, Table)) or (isinstance(x, (tuple, list)) and _symbolic(x))
             for x in args
         )
     except TypeError:

@@ -1,0 +1,353 @@
+"""Structure of programs: bands, key lengths, documents, caps and slopes that kernels know.
+
+Only what has the same result, gradients and meaning is recognised; all else stays a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .evaluate import evaluate
+from .linear import difference
+from .program import Program, Value, renumbered
+
+Band = tuple["int | None", "int | None"]
+
+
+class Shape(NamedTuple):
+    """State the sizes of a call: items of the batch, query heads, rows, keys."""
+
+    batch: int
+    heads: int
+    rows: int
+    keys: int
+
+
+class Structure(NamedTuple):
+    """State what a score_mod and a mask_mod have of known structure.
+
+    Args:
+        band: (left, right): row i sees keys i - left to i + right. None in the pair is no limit.
+            A side may be negative. None: no band.
+        key_lengths: int64 [B]: row i of item b sees keys below key_lengths[b].
+        documents: int64 [documents + 1]: the first row and key of each document, then their
+            number. A row sees the keys of its document.
+        softcap: c of c tanh(score / c), after `score`.
+        alibi: float [H]: slope |i - j| is subtracted, after `softcap`.
+        score: The program of the rest of the score_mod, which comes first. None: no rest.
+        mask: The program of the rest of the mask_mod. None: no rest.
+    """
+
+    band: Band | None = None
+    key_lengths: Tensor | None = None
+    documents: Tensor | None = None
+    softcap: float | None = None
+    alibi: Tensor | None = None
+    score: Program | None = None
+    mask: Program | None = None
+
+
+def recognise(
+    score: Program | None,
+    mask: Program | None,
+    tensors: Sequence[Tensor],
+    shape: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    causal: bool = False,
+    cap: bool = True,
+    slopes: bool = True,
+) -> Structure:
+    """Return the structure of a score_mod and a mask_mod.
+
+    Values of captured tensors are read, on a CPU alone: never of a GPU's, of tensors without
+    data, or under vmap. Programs keep the numbers of their captured tensors.
+
+    Args:
+        score: The program of the score_mod.
+        mask: The program of the mask_mod.
+        tensors: The captured tensors of both.
+        shape: The sizes of the call. Indices begin at 0.
+        dtype: The dtype of scores.
+        causal: Whether the call itself hides the keys after a row.
+        cap: If False, no softcap is recognised: the call has its own.
+        slopes: If False, no slopes are recognised: the call has its own.
+    """
+    band, lengths, documents, rest = (None, None, None, None)
+    if mask is not None:
+        band, lengths, documents, rest = _of_mask(mask, tensors, shape, dtype)
+    found = Structure(band, lengths, documents, mask=rest)
+    if score is not None:
+        edge = band[1] if band else None
+        causal = causal or (edge is not None and edge <= 0)
+        found = _of_score(found, score, tensors, shape, dtype, causal, cap, slopes)
+    return found
+
+
+def part(program: Program, at: int) -> Program:
+    """The program of one value of a program, with the same captured tensors."""
+    return Program(renumbered(program.values, sorted(_needed(program, at))), program.captured)
+
+
+def _needed(program: Program, at: int) -> set[int]:
+    needed, todo = set(), [at]
+    while todo:
+        x = todo.pop()
+        if x not in needed:
+            needed.add(x)
+            todo.extend(program.values[x].args)
+    return needed
+
+
+def inputs_of(program: Program) -> set[str]:
+    """The names among score, b, h, i, j that a program reads."""
+    return {x.op for x in program.values} & {"score", "b", "h", "i", "j"}
+
+
+def _known(program: Program, tensors: Sequence[Tensor], **names) -> Tensor | None:
+    """The value of a program, or None where it cannot be read."""
+    used = {x.tensor for x in program.values if x.tensor is not None}
+    if any(_unreadable(tensors[x]) for x in used):
+        return None
+    given = {name: names.pop(name, torch.zeros((), dtype=torch.int64)) for name in "bhij"}
+    plain = [x.detach() if at in used else x for at, x in enumerate(tensors)]
+    try:
+        value = evaluate(program, plain, **given, **names)
+        if value.numel():
+            value.flatten()[0].item()  # raises under vmap
+    except (IndexError, RuntimeError):
+        return None
+    return value
+
+
+def _unreadable(tensor: Tensor) -> bool:
+    # Of a subclass, fake or not, or with a gradient: its values are no constants of the call.
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.device.type != "cpu" or tensor.requires_grad:
+        return True
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _of_mask(mask: Program, tensors, shape: Shape, dtype):
+    left: int | None = None
+    right: int | None = None
+    lengths = documents = None
+    rest: list[int] = []
+    for at in _conjuncts(mask):
+        edges = _band(mask, at)
+        if edges is not None:
+            left, right = _least(left, edges[0]), _least(right, edges[1])
+            continue
+        leaf = part(mask, at)
+        reads = inputs_of(leaf)
+        if _always(mask, at):
+            continue
+        if reads <= {"b", "j"}:
+            found = _lengths(leaf, tensors, shape, dtype)
+            if found is not None:
+                lengths = found if lengths is None else torch.minimum(lengths, found)
+                continue
+        if documents is None and reads <= {"b", "i", "j"}:
+            documents = _documents(mask, at, tensors, shape, dtype)
+            if documents is not None:
+                continue
+        rest.append(at)
+    band = None if left is right is None else (left, right)
+    if lengths is not None and bool((lengths == shape.keys).all()):
+        lengths = None
+    return band, lengths, documents, _conjunction(mask, rest)
+
+
+def _conjuncts(program: Program) -> list[int]:
+    """The values whose conjunction is the result, in order."""
+    found, todo = [], [len(program.values) - 1]
+    while todo:
+        at = todo.pop()
+        value = program.values[at]
+        if value.op == "and":
+            todo.extend(reversed(value.args))
+        elif at not in found:
+            found.append(at)
+    return found
+
+
+def _conjunction(program: Program, leaves: list[int]) -> Program | None:
+    """The program of the conjunction of some values."""
+    if not leaves:
+        return None
+    kept = sorted(set().union(*(_needed(program, x) for x in leaves)))
+    values = list(renumbered(program.values, kept))
+    result, *others = (kept.index(x) for x in leaves)
+    if not others and result != len(values) - 1:
+        return part(program, leaves[0])
+    for x in others:
+        values.append(Value("and", (result, x), "bool"))
+        result = len(values) - 1
+    return Program(tuple(values), program.captured)
+
+
+def _least(x: int | None, y: int | None) -> int | None:
+    return min((z for z in (x, y) if z is not None), default=None)
+
+
+def _band(program: Program, at: int) -> Band | None:
+    """The band of a comparison of i - j, or of |i - j|, with a constant."""
+    value = program.values[at]
+    if value.op == "not":
+        opposite = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge"}
+        inner = program.values[value.args[0]]
+        if inner.op not in opposite:
+            return None
+        value = inner._replace(op=opposite[inner.op])
+    if value.op not in ("ge", "gt", "le", "lt") or _is_float(program, value):
+        return None
+    x, y = value.args if value.op in ("ge", "gt") else reversed(value.args)  # x >= y, or x > y
+    strict = value.op in ("gt", "lt")
+    inner, limit = program.values[y], program.values[x].number
+    if inner.op == "abs" and limit is not None:  # limit >= |i - j + c|
+        form, width = difference(program, inner.args[0], None), limit - strict
+        if form is None or form[0] != -form[1] or abs(form[0]) != 1:
+            return None
+        c = form[2] * form[0]  # of i - j + c
+        return width - c, width + c
+    form = difference(program, x, y)
+    if form is None or form[0] != -form[1] or abs(form[0]) != 1:
+        return None
+    c = form[2] - strict  # i - j + c >= 0, or j - i + c >= 0
+    return (None, c) if form[0] == 1 else (c, None)
+
+
+def _is_float(program: Program, value: Value) -> bool:
+    return program.values[value.args[0]].kind == "float"
+
+
+def _always(program: Program, at: int) -> bool:
+    """Whether a value is true of all indices, which are at least 0."""
+    value = program.values[at]
+    if value.op == "constant":
+        return value.number is True
+    if value.op not in ("ge", "gt", "le", "lt") or _is_float(program, value):
+        return False
+    x, y = value.args if value.op in ("ge", "gt") else reversed(value.args)
+    form = difference(program, x, y)
+    if form is None:
+        return False
+    return form[0] >= 0 and form[1] >= 0 and form[2] - (value.op in ("gt", "lt")) >= 0
+
+
+def _lengths(leaf: Program, tensors, shape: Shape, dtype) -> Tensor | None:
+    """The lengths of a mask of keys that shows the first ones, for each item."""
+    b, j = torch.arange(shape.batch)[:, None], torch.arange(shape.keys)
+    seen = _known(leaf, tensors, b=b, j=j, dtype=dtype)
+    if seen is None:
+        return None
+    seen = seen.expand(shape.batch, shape.keys)
+    lengths = seen.sum(1)
+    return lengths if torch.equal(seen, j < lengths[:, None]) else None
+
+
+def _documents(program: Program, at: int, tensors, shape: Shape, dtype) -> Tensor | None:
+    """The offsets of documents of f(i) == f(j), where equal values stand side by side."""
+    value = program.values[at]
+    if value.op != "eq" or shape.rows != shape.keys or not shape.rows:
+        return None
+    sides = [part(program, x) for x in value.args]
+    reads = [inputs_of(x) - {"b"} for x in sides]
+    if sorted(map(tuple, reads)) != [("i",), ("j",)]:
+        return None
+    if shape.batch != 1 and any("b" in inputs_of(x) for x in sides):
+        return None
+    n = torch.arange(shape.keys)
+    x, y = (_known(side, tensors, i=n, j=n, dtype=dtype) for side in sides)
+    if x is None or y is None or not torch.equal(x, y):
+        return None
+    starts = torch.nonzero(x[1:] != x[:-1]).flatten() + 1
+    if torch.unique(x).numel() != starts.numel() + 1:
+        return None
+    ends = torch.tensor([0]), torch.tensor([shape.keys])
+    return torch.cat([ends[0], starts, ends[1]])
+
+
+def _of_score(found, score, tensors, shape, dtype, causal, cap, slopes) -> Structure:
+    at = len(score.values) - 1
+    value = score.values[at]
+    if slopes and value.op in ("add", "sub"):
+        pairs = [value.args] if value.op == "sub" else [value.args, value.args[::-1]]
+        for x, bias in pairs:
+            if "score" in inputs_of(part(score, bias)):
+                continue
+            alibi = _slopes(score, bias, tensors, shape, dtype, causal)
+            if alibi is not None:
+                alibi = -alibi if value.op == "add" else alibi
+                found, at = found._replace(alibi=alibi), x
+                break
+    if cap:
+        inner, number = _cap(score, at)
+        if inner is not None:
+            found, at = found._replace(softcap=number), inner
+    if score.values[at].op != "score":
+        found = found._replace(score=part(score, at))
+    return found
+
+
+def _slopes(program: Program, at: int, tensors, shape, dtype, causal: bool) -> Tensor | None:
+    """The slopes s of a bias s |i - j|, where one factor reads h alone and one is a distance."""
+    sign, factors, todo = 1.0, [], [at]
+    while todo:
+        value = program.values[here := todo.pop()]
+        if value.op == "neg":
+            sign, todo = -sign, [*todo, value.args[0]]
+        elif value.op == "mul":
+            todo.extend(value.args)
+        else:
+            factors.append(here)
+    signs = [_distance(program, x, causal) for x in factors]
+    if len(factors) != 2 or sum(x is not None for x in signs) != 1:
+        return None
+    distance = next(x for x in signs if x is not None)
+    (slope,) = (part(program, x) for x, is_distance in zip(factors, signs) if is_distance is None)
+    if not inputs_of(slope) <= {"h"} or slope.kind != "float":
+        return None
+    known = _known(slope, tensors, h=torch.arange(shape.heads), dtype=dtype)
+    return None if known is None else sign * distance * known.expand(shape.heads)
+
+
+def _distance(program: Program, at: int, causal: bool) -> float | None:
+    """1 of |i - j|, or of i - j under causal; -1 of its negative; None of all else."""
+    value = program.values[at]
+    absolute = False
+    while value.op in ("abs", "to_float"):
+        absolute = absolute or value.op == "abs"
+        at = value.args[0]
+        value = program.values[at]
+    if value.kind != "int":
+        return None
+    form = difference(program, at, None)
+    if form is None or form not in ((1, -1, 0), (-1, 1, 0)):
+        return None
+    if absolute:
+        return 1.0
+    return float(form[0]) if causal else None
+
+
+def _cap(program: Program, at: int) -> tuple[int | None, float]:
+    """x and c of c tanh(x / c); (None, 0) of all else."""
+    value = program.values[at]
+    if value.op != "mul":
+        return None, 0.0
+    for x, y in (value.args, value.args[::-1]):
+        c, tanh = program.values[x].number, program.values[y]
+        if c is None or not 0 < c < float("inf") or tanh.op != "tanh":
+            continue
+        inner = program.values[tanh.args[0]]
+        numbers = [program.values[z].number for z in inner.args]
+        if inner.op == "div" and numbers[1] == c:
+            return inner.args[0], float(c)
+        for this, other in ((0, 1), (1, 0)):
+            if inner.op == "mul" and numbers[this] is not None and numbers[this] == 1 / c:
+                return inner.args[other], float(c)
+    return None, 0.0
