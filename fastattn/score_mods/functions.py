@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from . import arithmetic, casts, logic  # each enters its functions
 from .registry import FUNCTIONS
-from .symbols import ORDER, Symbol, Trace, refused
+from .symbols import ORDER, Symbol, Table, Trace, refused
 
 __all__ = ["arithmetic", "call", "casts", "logic"]
 
@@ -123,7 +123,12 @@ def _no_index(self: Symbol, key) -> Symbol:
     raise refused(IndexError, "a score or an index has no dimension to index")
 
 
+def _refused_part(name: str) -> Callable:
+    return lambda self, *other: self.trace.lift(self, name)
+
+
 for _name in OPERATORS:
     setattr(Symbol, f"__{_name}__", _operator(_name))
+    setattr(Table, f"__{_name}__", _refused_part(_name))
 Symbol.__getattr__ = _method  # ty: ignore
 Symbol.__getitem__ = _no_index  # ty: ignore

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .operators import OPS
 from .program import Program, Value
 from .range_tables import extremes
 
@@ -313,14 +314,18 @@ def _bits(op: str, x: Interval, y: Interval) -> Interval:
     full = (1 << max(x.size, y.size).bit_length()) - 1
     if full >= BIG:
         return _any_int()
-    zero, most = torch.zeros_like(x.lo + y.lo), torch.full_like(x.lo + y.lo, full)
-    both, one = (x.lo >= 0) & (y.lo >= 0), (x.lo >= 0) | (y.lo >= 0)
+    point = OPS[f"bit_{op}"].meaning(x.lo, y.lo)  # of blocks where both are one number
+    known = (x.lo == x.hi) & (y.lo == y.hi)
+    zero, most = torch.zeros_like(point), torch.full_like(point, full)
+    lo, hi = -most - 1, most
     if op == "and":
-        high = torch.where(x.lo >= 0, x.hi, most)
-        high = torch.minimum(high, torch.where(y.lo >= 0, y.hi, most))
-        return Interval(torch.where(one, zero, -most - 1), torch.where(one, high, most), full + 1)
-    low = torch.maximum(x.lo, y.lo) if op == "or" else zero
-    return Interval(torch.where(both, low, -most - 1), most, full + 1)
+        lo = torch.where((x.lo >= 0) | (y.lo >= 0), zero, lo)
+        for z in (x, y):
+            hi = torch.where(z.lo >= 0, torch.minimum(hi, z.hi), hi)
+    else:
+        low = torch.maximum(x.lo, y.lo) if op == "or" else zero
+        lo = torch.where((x.lo >= 0) & (y.lo >= 0), low, lo)
+    return Interval(torch.where(known, point, lo), torch.where(known, point, hi), full + 1)
 
 
 INT: dict[str, Callable] = {

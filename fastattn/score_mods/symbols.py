@@ -158,7 +158,7 @@ class Symbol:
         return self._number("float() or a function of math")
 
     def __index__(self) -> int:
-        return self._number("an index of a list or range()")
+        return self._number("an index of a list, a slice or range()")
 
     def __complex__(self) -> complex:
         return self._number("complex()")
