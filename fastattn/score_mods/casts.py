@@ -8,7 +8,7 @@ from torch import Tensor
 from .registry import FUNCTIONS, known_as
 from .symbols import ORDER, Symbol, Trace, kind_of, refused
 
-# dtypes whose values all kinds of a program hold. Others would wrap or round.
+# dtypes of ints that a program holds. Narrower ones would wrap.
 INTS = (torch.int64, torch.int32)
 
 
@@ -89,8 +89,7 @@ def new_tensor(t: Trace, input, data, *, dtype=None, **_) -> object:
     if isinstance(data, (bool, int, float)):  # torch infers the dtype of data, not of input
         value = t.constant(data)
         return value if dtype is None else _cast(t, value, dtype)
-    default = {"dtype": dtype, "device": t.device}
-    return torch.tensor(data, **default)
+    return torch.tensor(data, dtype=dtype, device=t.device)
 
 
 @known_as("lerp")

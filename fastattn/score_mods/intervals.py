@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .operators import OPS
 from .program import Program, Value
 from .range_tables import extremes
 
@@ -118,7 +117,7 @@ def _value(value: Value, args: list[Interval], tensors, dtype: torch.dtype) -> I
         number = value.number
         if value.kind == "float":
             return _point(torch.tensor(number, dtype=dtype))
-        return _point(torch.tensor(number), abs(number) if value.kind == "int" else 0)
+        return _point(torch.tensor(number), abs(number) if type(number) is int else 0)
     if value.op == "load":
         return _load(value, args, tensors[value.tensor], dtype)
     if value.op in COMPARED or value.op in LOGIC:
@@ -305,6 +304,9 @@ def _shift(x: Interval, n: Interval, f: Callable, left: bool) -> Interval:
     return _any_int() if size >= BIG else Interval(*_corners(f, x, n), size)
 
 
+BITWISE = {"and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor}
+
+
 def _bits(op: str, x: Interval, y: Interval) -> Interval:
     for a, m in ((x, y), (y, x)):
         if op == "and" and m.lo is m.hi and m.lo.numel() == 1:
@@ -314,7 +316,7 @@ def _bits(op: str, x: Interval, y: Interval) -> Interval:
     full = (1 << max(x.size, y.size).bit_length()) - 1
     if full >= BIG:
         return _any_int()
-    point = OPS[f"bit_{op}"].meaning(x.lo, y.lo)  # of blocks where both are one number
+    point = BITWISE[op](x.lo, y.lo)  # of blocks where both are one number
     known = (x.lo == x.hi) & (y.lo == y.hi)
     zero, most = torch.zeros_like(point), torch.full_like(point, full)
     lo, hi = -most - 1, most
@@ -361,7 +363,7 @@ FLOAT: dict[str, Callable] = {
     "mul": lambda x, y: _corners(torch.mul, x, y),
     "div": _divided,
 }
-# Rising functions, with the slack for readers whose last digits differ.
+# Rising functions, with slack: the last digits of readers differ.
 RISING: dict[str, tuple[Callable, float]] = {
     "floor": (torch.floor, 0.0),
     "ceil": (torch.ceil, 0.0),

@@ -130,8 +130,8 @@ def _parsed(line: str) -> Value:
         number = tensor = None
         if op == "constant":
             (word,), words = words, []
-            readers = {"float": float.fromhex, "int": int, "bool": {"True": True, "False": False}}
-            number = readers["bool"][word] if kind == "bool" else readers[kind](word)
+            bools = {"True": True, "False": False}
+            number = {"float": float.fromhex, "int": int, "bool": bools.__getitem__}[kind](word)
         if op == "load":
             tensor = int(words.pop(0).removeprefix("@"))
         return Value(op, tuple(map(int, words)), kind, number, tensor)
@@ -159,7 +159,7 @@ class Builder:
         return self._put(value, value)
 
     def emit(self, op: str, *args: int) -> int:
-        """The number of the value of `op`, whose operands have the right kinds."""
+        """The number of the value of `op`. Its operands have the right kinds."""
         operands = [self.values[x] for x in args]
         simpler = self._simplified(op, args, operands)
         if simpler is not None:

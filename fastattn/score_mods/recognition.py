@@ -163,7 +163,7 @@ def _of_mask(mask: Program, tensors, shape: Shape, dtype):
 
 
 def _conjuncts(program: Program) -> list[int]:
-    """The values whose conjunction is the result, in order."""
+    """The values of which the result is the conjunction, in order."""
     found, todo = [], [len(program.values) - 1]
     while todo:
         at = todo.pop()
@@ -208,7 +208,7 @@ def _band(program: Program, at: int) -> Band | None:
     x, y = value.args if value.op in ("ge", "gt") else reversed(value.args)  # x >= y, or x > y
     strict = value.op in ("gt", "lt")
     inner, limit = program.values[y], program.values[x].number
-    if inner.op == "abs" and limit is not None:  # limit >= |i - j + c|
+    if inner.op == "abs" and isinstance(limit, int):  # limit >= |i - j + c|
         form, width = difference(program, inner.args[0], None), limit - strict
         if form is None or form[0] != -form[1] or abs(form[0]) != 1:
             return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from .symbols import Symbol, Trace
 
-Handler = Callable[..., object]
+Handler = TypeVar("Handler", bound=Callable)
 # torch.add, Tensor.add, Tensor.__add__ and add_ have one name.
-FUNCTIONS: dict[str, Handler] = {}
+FUNCTIONS: dict[str, Callable] = {}
 
 
 def known_as(*names: str) -> Callable[[Handler], Handler]:

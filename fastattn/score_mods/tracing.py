@@ -39,20 +39,20 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.trace = trace
 
-    def __torch_function__(self, f, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args: tuple = (), kwargs=None):
         kwargs = kwargs or {}
-        if f is GETITEM:
-            tensor, key = args
+        if func is GETITEM:
+            tensor, key = args[0], args[1]
             if isinstance(tensor, Tensor) and _symbolic(key):
                 return indexed(self.trace, tensor, (None,) * tensor.dim(), key)
-            return f(*args)
+            return func(*args)
         if Symbol in types or Table in types or _symbolic(args) or _symbolic(kwargs.values()):
-            if f is SETITEM:
+            if func is SETITEM:
                 raise refused(TypeError, "a score_mod or mask_mod may not change a captured tensor")
-            return call(self.trace, f.__name__, args, kwargs)
-        result = f(*args, **kwargs)
+            return call(self.trace, func.__name__, args, kwargs)
+        result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dim() == 0:
-            self._literal(f, args, result)
+            self._literal(func, (*args, *kwargs.values()), result)
         return result
 
     def _literal(self, f: Callable, args: tuple, result: Tensor) -> None:
@@ -62,6 +62,8 @@ class _Mode(TorchFunctionMode):
         derived = bool(tensors) and all(id(x) in known for x in tensors)
         if (made or derived) and result.device.type == "cpu" and not result.requires_grad:
             known[id(result)] = result
+        else:  # changed in place, by a captured tensor
+            known.pop(id(result), None)
 
 
 def _symbolic(args) -> bool:

@@ -13,7 +13,18 @@ from torch.overrides import _get_current_function_mode_stack
 from fastattn.score_mods.evaluate import evaluate
 from fastattn.score_mods.program import Program
 from fastattn.score_mods.tracing import Traced, merge, trace_mask_mod, trace_score_mod
-from tests.score_mods.gallery import BIAS, DOCS, MASKS, PADDING, SCORES, SLOPES, B, H, N
+from tests.score_mods.gallery import (
+    BIAS,
+    DOCS,
+    MASKS,
+    PADDING,
+    SCALAR,
+    SCORES,
+    SLOPES,
+    B,
+    H,
+    N,
+)
 
 INDICES = dict(
     b=torch.arange(B).view(B, 1, 1, 1),
@@ -261,3 +272,13 @@ def test_tracing_takes_microseconds():
             assert isinstance(trace_score_mod(function), Traced)
         times.append((time.perf_counter() - start) / len(SCORES))
     assert statistics.median(times) < 1.5e-3
+
+
+def test_a_number_changed_by_a_captured_tensor_is_captured():
+    def mod(s, b, h, i, j):
+        number = torch.tensor(1.0)
+        number += SCALAR
+        return s * number * torch.full((), fill_value=SCALAR)
+
+    program, tensors = trace_score_mod(mod)
+    assert len(tensors) == 2 and all(x.op != "constant" for x in program.values)

@@ -58,7 +58,7 @@ LEAVES = {
 
 @st.composite
 def trees(draw, kind: str, *, scores: bool, depth: int = 4) -> Tree:
-    """A random expression whose result has `kind`."""
+    """A random expression with a result of `kind`."""
 
     def text(kind: str, left: int) -> str:
         if left == 0 or draw(st.integers(0, 4)) == 0:
