@@ -139,7 +139,10 @@ def _value(value: Value, args: list[Interval], tensors, dtype: torch.dtype) -> I
     if value.op in RISING:
         f, slack = RISING[value.op]
         lo, hi = f(args[0].lo), f(args[0].hi)
-        return Interval(lo - lo.abs() * slack, hi + hi.abs() * slack) if slack else Interval(lo, hi)
+        if slack:
+            lo, hi = lo - lo.abs() * slack, hi + hi.abs() * slack
+        # A NaN of one end, as of sqrt below 0, may be of any value between.
+        return Interval(torch.where(hi.isnan(), hi, lo), torch.where(lo.isnan(), lo, hi))
     return _any_float(dtype)
 
 

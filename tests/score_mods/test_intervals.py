@@ -119,6 +119,12 @@ def test_not_a_number_is_unknown():
     assert got.tolist() == [[1]]
 
 
+def test_a_root_of_a_negative_number_is_unknown():
+    traced = trace_mask_mod(lambda b, h, i, j: torch.sqrt(i - 4.0) < 5)
+    got = block_classes(*traced, 8, 8, block_rows=8, block_keys=8)
+    assert got.tolist() == [[1]]
+
+
 def test_no_keys():
     traced = trace_mask_mod(gallery.causal)
     assert block_classes(*traced, 0, 5).shape == (0, 1)

@@ -32,7 +32,8 @@ def made(text: str, scores: bool) -> Tree:
 FLOATS = (
     "({f} + {f})", "({f} - {f})", "({f} * {f})", "({f} / (1 + {f}.abs()))", "torch.tanh({f})",
     "torch.sigmoid({f})", "torch.where({b}, {f}, {f})", "torch.maximum({f}, {f})",
-    "torch.exp(-{f}.abs())", "({n} * 0.25 + {f})", "(-{f})", "{f}.clamp(-1.5, 1.5)", "{n}.float()",
+    "torch.exp(-{f}.abs())", "({n} * 0.25 + {f})", "(-{f})", "{f}.clamp(-1.5, 1.5)",
+    "{n}.to(torch.float64)",
     "torch.cos({f})", "torch.sqrt(1 + {f} * {f})", "{f}.floor()", "(2 - {f})", "({n} / 7)",
     "float[h, {n} % 12]",
 )  # fmt: skip
