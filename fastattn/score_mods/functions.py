@@ -117,6 +117,10 @@ def _method(self: Symbol, name: str) -> Callable:
     return lambda *args, **kwargs: call(self.trace, name, (self, *args), kwargs)
 
 
+def _known_method(name: str) -> Callable:
+    return lambda self, *args, **kwargs: call(self.trace, name, (self, *args), kwargs)
+
+
 def _no_index(self: Symbol, key) -> Symbol:
     if key == () or key is Ellipsis:
         return self
@@ -130,5 +134,7 @@ def _refused_part(name: str) -> Callable:
 for _name in OPERATORS:
     setattr(Symbol, f"__{_name}__", _operator(_name))
     setattr(Table, f"__{_name}__", _refused_part(_name))
+for _name in FUNCTIONS.keys() - set(OPERATORS) - set(dir(Symbol)):
+    setattr(Symbol, _name, _known_method(_name))
 Symbol.__getattr__ = _method  # ty: ignore
 Symbol.__getitem__ = _no_index  # ty: ignore

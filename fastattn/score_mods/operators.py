@@ -29,13 +29,6 @@ class Op(NamedTuple):
     meaning: Callable | None = None
     fold: Callable | None = None
 
-    def result(self, kinds: tuple[str, ...]) -> str:
-        """The kind of the result of operands of `kinds`."""
-        for operands, result in self.signatures:
-            if operands == kinds:
-                return result
-        raise ValueError(f"no operator for operands of kinds {kinds}")
-
 
 def _of(*signatures: str) -> tuple:
     """ "ff>f" is (("float", "float"), "float")."""
@@ -138,3 +131,6 @@ OPS: dict[str, Op] = {
     "to_int": Op(_of("f>i", "b>i"), lambda x: x.to(torch.int64), int),
     "to_bool": Op(_of("f>b", "i>b"), lambda x: x != 0, bool),
 }
+
+# The kind of the result, by the name of the operator and the kinds of its operands.
+RESULTS = {(name, kinds): kind for name, op in OPS.items() for kinds, kind in op.signatures}

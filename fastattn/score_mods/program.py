@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .operators import KINDS, OPS
+from .operators import KINDS, OPS, RESULTS
 
 INT64 = range(-(2**63), 2**63)
 
@@ -160,13 +160,19 @@ class Builder:
 
     def emit(self, op: str, *args: int) -> int:
         """The number of the value of `op`. Its operands have the right kinds."""
+        key = op, args
+        at = self.known.get(key)
+        if at is not None:
+            return at
         operands = [self.values[x] for x in args]
-        simpler = self._simplified(op, args, operands)
-        if simpler is not None:
-            return simpler
-        kinds = tuple(x.kind for x in operands)
-        value = Value(op, args, OPS[op].result(kinds))
-        return self._put(value, value)
+        if op == "not" or any(x.number is not None for x in operands):
+            at = self._simplified(op, args, operands)
+        if at is None:
+            kind = RESULTS[op, tuple([x.kind for x in operands])]
+            at = len(self.values)
+            self.values.append(Value(op, args, kind))
+        self.known[key] = at
+        return at
 
     def _put(self, key: object, value: Value) -> int:
         at = self.known.get(key)
@@ -179,8 +185,6 @@ class Builder:
         numbers = [x.number for x in operands]
         if op == "not" and operands[0].op == "not":
             return operands[0].args[0]
-        if all(x is None for x in numbers):
-            return None
         fold = OPS[op].fold
         # Of floats, only what rounds nothing: a number has the score's precision later.
         exact = op in ("neg", "abs") or all(x.kind != "float" for x in operands)

@@ -58,7 +58,7 @@ class Trace:
         return Symbol(self, at, self.builder.values[at].kind)
 
     def emit(self, op: str, *args: Symbol) -> Symbol:
-        return self.symbol(self.builder.emit(op, *(x.at for x in args)))
+        return self.symbol(self.builder.emit(op, *[x.at for x in args]))
 
     def input(self, name: str) -> Symbol:
         return self.emit(name)
@@ -107,8 +107,11 @@ class Trace:
 
     def promoted(self, *args: Symbol, least: str = "bool") -> tuple[Symbol, ...]:
         """The operands, cast to the kind that torch promotes them to."""
-        kind = max((least, *(x.kind for x in args)), key=ORDER.__getitem__)
-        return tuple(self.cast(x, kind) for x in args)
+        kind = least
+        for x in args:
+            if ORDER[x.kind] > ORDER[kind]:
+                kind = x.kind
+        return tuple([x if x.kind == kind else self.cast(x, kind) for x in args])
 
 
 class Symbol:
