@@ -20,9 +20,10 @@ from ..api import attend, autocast, draw_seed, may_autocast
 from ..backends.base import names as backend_names
 from ..call.spec import TOKENS, acc_dtype
 from ..dispatch.library_ops import opaque_to_dynamo
+from ..score_mods.additive import Sum, as_sum, conjunction
 from ..score_mods.evaluate import evaluate
 from ..score_mods.program import Program
-from ..score_mods.recognition import MaskParts, ScoreParts, mask_parts, score_parts
+from ..score_mods.recognition import Shape, Structure, recognise
 from ..score_mods.tracing import Traced, merge, trace_mask_mod, trace_score_mod
 from . import flex_blocks
 from .sdpa import _order_of
@@ -99,10 +100,11 @@ def flex_attention(
     captured tensors by expressions of b, h, i and j. Scores and floating captured tensors are
     computed in float32, in float64 for float64 tensors; whole numbers have 64 bits.
 
-    A band (i >= j, i - j <= w), a tanh cap and plain scores cost no memory. Other conditions
-    of a mask_mod take a byte for each element of the shape that their indices span: M N for a
-    condition of i and j. What a score_mod adds takes four. A score_mod that is not softcap(score) +
-    f(b, h, i, j) runs on the oracle, in O(B H M N) memory.
+    A band (i >= j, i - j <= w), key lengths, a tanh cap and slopes of heads cost no memory. Other
+    conditions of a mask_mod take a byte for each element of the shape that their indices span: M N
+    for a condition of i and j. What a score_mod adds takes four. A score_mod that is not
+    softcap(score) + f(b, h, i, j) runs on the oracle, in O(B H M N) memory. On CPUs the values of
+    captured tensors are read for this; on GPUs they are not.
 
     In compiled code the call breaks the graph.
 
@@ -145,7 +147,8 @@ def flex_attention(
         ValueError: return_lse beside return_aux; shapes that do not fit, as in torch's function.
         NotImplementedError: A function uses an operation that programs do not have, or the backend
             cannot run the call.
-        IndexError: A function indexes a captured tensor out of range.
+        IndexError: A function indexes a captured tensor out of range; a score_mod may do so at
+            pairs that are hidden. On GPUs such an index is clamped.
 
     Example:
         >>> import torch
@@ -163,16 +166,17 @@ def flex_attention(
     with torch.no_grad():
         listed = None if block_mask is None else flex_blocks.mask_mod_of(block_mask)
     device = query.device
-    traced = [None if score_mod is None else trace_score_mod(score_mod, device)]
-    traced += [None if x is None else trace_mask_mod(x, device) for x in (mask_mod, listed)]
+    score = None if score_mod is None else trace_score_mod(score_mod, device=device)
+    shown = flex_blocks.both(mask_mod, listed)
+    mask = None if shown is None else trace_mask_mod(shown, device=device)
     if may_autocast():
         query, key, value, _ = autocast(query, key, value, None)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
-    call = _Call.of(query, key, scale, traced)
+    call = _Call.of(query, key, scale, score, mask)
     with torch.autocast(device.type, enabled=False):
         rest: dict[str, Any] = dict(sinks=sinks, dropout_p=dropout_p, seed=seed)
-        if call.score_parts is None:
+        if call.sum is None:
             out, lse = _on_the_oracle(call, query, key, value, backend, **rest)
         else:
             out, lse = _fused(call, query, key, value, backend=backend, **rest)
@@ -187,63 +191,79 @@ def flex_attention(
 class _Call(NamedTuple):
     """The programs of a call, what was recognised in them, and their arguments.
 
-    masks: the mask_mods that must all be true.
-    score_parts: None if the score_mod is of no form that kernels have.
+    sum: the score_mod; None if it is of no form that kernels have.
+    structure: what is recognised in the mask_mod, and slopes of a score_mod, which then is no sum.
     """
 
     score: Program | None
-    masks: tuple[Program, ...]
+    mask: Program | None
     tensors: tuple[Tensor, ...]
-    score_parts: ScoreParts | None
-    mask_parts: MaskParts
+    sum: Sum | None
+    structure: Structure
     scale: float
     indices: dict[str, Tensor]
     dtype: torch.dtype
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, scale: float | None, traced: list[Traced | None]
+        cls,
+        query: Tensor,
+        key: Tensor,
+        scale: float | None,
+        of_score: Traced | None,
+        of_mask: Traced | None,
     ) -> _Call:
-        (score, *rest), tensors = merge(*traced)
-        masks = tuple(x for x in rest if x is not None)
-        parts = ScoreParts() if score is None else score_parts(score)
-        also = [] if parts is None or parts.mask is None else [parts.mask]
-        sizes = *query.shape[:3], key.shape[2]
+        score, mask, tensors = merge(of_score, of_mask)
+        sizes = Shape(*query.shape[:3], key.shape[2])
         indices = {
             name: torch.arange(size, device=query.device).view(-1, *(1,) * (3 - dim))
             for dim, (name, size) in enumerate(zip("bhij", sizes))
         }
-        scale = reference.scale_of(query.shape[-1], scale)
-        recognised = mask_parts(*masks, *also)
         dtype = acc_dtype(query.dtype)
-        return cls(score, masks, tensors, parts, recognised, scale, indices, dtype)
+        found = recognise(score, mask, tensors, sizes, dtype=dtype, documents=False)
+        parts: Sum | None = Sum(found.softcap)
+        if found.score is not None and score is not None:
+            found, parts = found._replace(alibi=None), as_sum(score)
+        if found.band is not None and any(x is not None and x < 0 for x in found.band):
+            found = found._replace(band=None, key_lengths=None, mask=mask)  # no window begins there
+        if parts is not None and parts.mask is not None:
+            found = found._replace(mask=conjunction(found.mask, parts.mask))
+        scale = reference.scale_of(query.shape[-1], scale)
+        return cls(score, mask, tensors, parts, found, scale, indices, dtype)
 
     def value(self, program: Program, score: Tensor | None = None, **indices: Tensor) -> Tensor:
-        """The result of a program, for all indices or for some."""
-        where = self.indices | indices
-        return evaluate(program, self.tensors, score=score, dtype=self.dtype, **where)
+        """The result of a program, for all indices or for some. A score_mod may index out of range
+        at pairs that the mask_mod hides."""
+        where: dict[str, Any] = dict(dtype=self.dtype, score=score) | self.indices | indices
+        try:
+            return evaluate(program, self.tensors, **where)
+        except IndexError:
+            if self.mask is None or program.kind == "bool":
+                raise
+            seen = evaluate(self.mask, self.tensors, **where)
+            return evaluate(program, self.tensors, seen=seen, **where)
 
-    @property
-    def window(self) -> tuple[int | None, int | None] | None:
-        edges = self.mask_parts.left, self.mask_parts.right
-        return None if edges == (None, None) else edges
+    def masks(self) -> dict[str, Any]:
+        """What the mask_mod amounts to, as arguments."""
+        found = self.structure
+        mask = None if found.mask is None else self.value(found.mask)
+        return dict(window=found.band, key_lengths=found.key_lengths, mask=mask)
 
 
 def _fused(
     call: _Call, query: Tensor, key: Tensor, value: Tensor, **rest: Any
 ) -> tuple[Tensor, Tensor]:
     """The output and the LSE, by `attention` with what the functions amount to."""
-    parts = call.score_parts
+    parts, given = call.sum, call.masks()
     assert parts is not None
-    mask = None if call.mask_parts.rest is None else call.value(call.mask_parts.rest)
     if parts.bias is not None:
-        bias = call.value(parts.bias)
-        mask = bias if mask is None else torch.where(mask, bias, -math.inf)
+        bias, mask = call.value(parts.bias), given["mask"]
+        given["mask"] = bias if mask is None else torch.where(mask, bias, -math.inf)
     order = _order_of(query)
     orders = order, order if order in ("BHM", TOKENS) else "BHM"
-    structure = dict(window=call.window, softcap=parts.softcap, scale=call.scale, mask=mask)
+    given |= dict(softcap=parts.softcap, alibi_slopes=call.structure.alibi, scale=call.scale)
     out, normaliser = attend(
-        query, key, value, orders=orders, function="flex_attention", **structure, **rest
+        query, key, value, orders=orders, function="flex_attention", **given, **rest
     )
     return out, normaliser[0]
 
@@ -264,7 +284,7 @@ def _on_the_oracle(
         raise NotImplementedError(
             f"backend {backend!r} cannot run a score_mod that is not softcap(score) + f(b, h, i, j)"
         )
-    program, masks = call.score, call.mask_parts
+    program = call.score
     assert program is not None
     q, k, v = (x.to(call.dtype) for x in (query, key, value))
     out, lse = reference.attention(
@@ -272,11 +292,10 @@ def _on_the_oracle(
         k,
         v,
         score_mod=lambda score: call.value(program, score),
-        mask=None if masks.rest is None else call.value(masks.rest),
-        window=call.window,
         scale=call.scale,
         seed=draw_seed(query.device) if seed is None and rest["dropout_p"] else seed,
         return_lse=True,
+        **call.masks(),
         **rest,
     )
     return out.to(query.dtype), lse
@@ -295,8 +314,8 @@ def _max_scores(call: _Call, query: Tensor, key: Tensor) -> Tensor:
         s = q[:, :, begin : begin + ROWS] @ k.mT * call.scale
         if call.score is not None:
             s = call.value(call.score, s, i=i).expand(s.shape)
-        for mask in call.masks:
-            s = s.masked_fill(~call.value(mask, i=i), -math.inf)
+        if call.mask is not None:
+            s = s.masked_fill(~call.value(call.mask, i=i), -math.inf)
         largest[:, :, begin : begin + ROWS] = s.amax(-1)
     return largest
 

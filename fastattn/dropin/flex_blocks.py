@@ -61,6 +61,13 @@ def mask_mod_of(block_mask: Any) -> MaskMod | None:
     return visible
 
 
+def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:
+    """The mask_mod that is true where both are."""
+    if first is None or second is None:
+        return first or second
+    return lambda b, h, i, j: first(b, h, i, j) & second(b, h, i, j)
+
+
 def block_states(block_mask: Any) -> Tensor:
     """(B, H, blocks of rows, blocks of keys) int8: HIDDEN, PARTIAL or WHOLE. B or H may be 1."""
     states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)

@@ -1,1 +1,1 @@
-"""score_mod and mask_mod of flex_attention as data: traced once, run by any reader."""
+"""Functions of scores and indices (score_mod, mask_mod) as data: traced, evaluated, recognised."""

@@ -1,118 +1,122 @@
-"""Run a program on torch tensors.
-
-Each value keeps the smallest shape that its operands broadcast to. torch differentiates the result
-in the score and in captured tensors of floating dtype.
-"""
+"""The value of a program on broadcast torch tensors: the plain meaning of a score_mod."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .program import FLOAT, INT, Program, Value
-
-
-def _floor_div(x: Tensor, y: Tensor) -> Tensor:
-    return torch.div(x, y, rounding_mode="floor")
-
-
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "floor_div": _floor_div,
-    "div": torch.true_divide,
-    "where_bool": torch.where,
-    "shift_left": torch.bitwise_left_shift,
-    "shift_right": torch.bitwise_right_shift,
-    "bit_and": torch.bitwise_and,
-    "bit_or": torch.bitwise_or,
-    "bit_xor": torch.bitwise_xor,
-    "bit_not": torch.bitwise_not,
-    "and": torch.logical_and,
-    "or": torch.logical_or,
-    "xor": torch.logical_xor,
-    "not": torch.logical_not,
-}
-_CASTS = ("to_float", "to_int", "to_bool", "float_of_bool", "int_of_bool")
+from .operators import OPS
+from .program import Program, Value
 
 
 def evaluate(
     program: Program,
     tensors: Sequence[Tensor],
     *,
+    score: Tensor | None = None,
     b: Tensor,
     h: Tensor,
     i: Tensor,
     j: Tensor,
-    score: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    seen: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute the result of a program.
+    """Return the result of a program.
+
+    A value keeps the smallest shape to which its operands broadcast. The result is
+    differentiable by torch in `score` and in floating captured tensors. On CPUs the gradient
+    of a load adds in a fixed order.
 
     Args:
-        program: A score_mod or mask_mod.
-        tensors: The tensors that it captured.
-        b: The items.
-        h: The heads of queries.
-        i: The rows.
-        j: The keys.
-        score: The scores, for a score_mod.
-        dtype: The dtype of floating numbers where there is no score: float32 or float64.
-
-    Shape:
-        b, h, i, j: int64; they broadcast against each other and score.
-        result: Broadcasts to the same; score's dtype, or `dtype`, int64 or bool.
+        program: The program.
+        tensors: The captured tensors, as many as `program.captured` has.
+        score: The scores, float32 or float64. Needed if the program has them.
+        b: The index of the item of the batch, int64, as the other indices. The shapes of all
+            broadcast.
+        h: The index of the query head.
+        i: The index of the row.
+        j: The index of the key.
+        seen: Bool, to which the indices broadcast. An index out of range raises only where it
+            is true, and is clamped elsewhere. None: everywhere.
+        dtype: The dtype of floats, where there is no score. Default: float32.
 
     Returns:
-        The result, in the smallest shape.
+        float of the scores' dtype, int64 or bool, of the smallest shape.
 
     Raises:
-        IndexError: An index of a captured tensor is out of its range.
+        IndexError: A captured tensor has an index out of range at a pair that is seen. Without
+            this check (compiled, under vmap, on GPUs), the index is clamped.
+        ValueError: There are more or fewer tensors than the program has, or no score.
     """
+    if len(tensors) != len(program.captured):
+        got, needed = len(tensors), len(program.captured)
+        raise ValueError(f"the program has {needed} captured tensors, got {got}: give each")
+    floats = score.dtype if score is not None else dtype or torch.float32
     inputs = dict(score=score, b=b, h=h, i=i, j=j)
-    dtypes = {FLOAT: dtype if score is None else score.dtype, INT: torch.int64}
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for value in program.values:
-        args = [found[at] for at in value.args]
-        found.append(_result(value, args, inputs, tensors, dtypes, i.device))
-    return found[-1]
+        args = [results[x] for x in value.args]
+        if value.op in inputs:
+            result = inputs[value.op]
+            if result is None:
+                raise ValueError("the program reads the score: give score=")
+        elif value.op == "constant":
+            result = _constant(value, floats, i.device)
+        elif value.op == "load":
+            assert value.tensor is not None
+            x = tensors[value.tensor]
+            if x.requires_grad and value.kind == "float":
+                x = x.to(floats)  # its gradient is summed in this dtype, and rounded once
+            result = _load(x, value.tensor, args, seen)
+            result = result.to(_dtype(value.kind, floats))
+        elif value.op == "to_float":
+            result = args[0].to(floats)
+        else:
+            meaning = OPS[value.op].meaning
+            assert meaning is not None
+            result = meaning(*args)
+        results.append(result)
+    return results[-1]
 
 
-def _result(
-    value: Value,
-    args: list[Tensor],
-    inputs: dict[str, Tensor | None],
-    tensors: Sequence[Tensor],
-    dtypes: dict[str, torch.dtype],
-    device: torch.device,
-) -> Tensor:
-    dtype = dtypes.get(value.kind, torch.bool)
-    if value.op == "constant":
-        number: Any = value.number
-        return torch.full((), number, dtype=dtype, device=device)
-    if value.op == "load":
-        assert value.tensor is not None
-        x = tensors[value.tensor]
-        if x.device != device and x.ndim == 0:
-            x = x.to(device)
-        if x.requires_grad:  # its gradient is summed in this dtype, and rounded once
-            x = x.to(dtype)
-        return (_element(x, args, value.tensor) if args else x).to(dtype)
-    if value.op in _CASTS:
-        return args[0].to(dtype)
-    if value.op in inputs:
-        x = inputs[value.op]
-        assert x is not None, f"the program needs {value.op}"
-        return x
-    return _FUNCTIONS.get(value.op, getattr(torch, value.op, None))(*args)
+def _dtype(kind: str, floats: torch.dtype) -> torch.dtype:
+    return {"float": floats, "int": torch.int64, "bool": torch.bool}[kind]
 
 
-def _element(x: Tensor, indices: list[Tensor], number: int) -> Tensor:
+def _constant(value: Value, floats: torch.dtype, device: torch.device) -> Tensor:
+    assert value.number is not None
+    return torch.full((), value.number, dtype=_dtype(value.kind, floats), device=device)
+
+
+def _load(tensor: Tensor, number: int, index: list[Tensor], seen: Tensor | None) -> Tensor:
+    inside = []
+    for at, (x, size) in enumerate(zip(index, tensor.shape)):
+        _check(x, size, seen, f"captured tensor {number} of shape {tuple(tensor.shape)}", at)
+        x = torch.where(x < 0, x + size, x)
+        inside.append(x.clamp(0, max(size - 1, 0)))
+    if 0 in tensor.shape:  # nothing to read: no pair is seen
+        shape = torch.broadcast_shapes(*(x.shape for x in inside))
+        return tensor.new_zeros(shape)
+    return tensor[tuple(inside)] if inside else tensor
+
+
+def _check(x: Tensor, size: int, seen: Tensor | None, name: str, dim: int) -> None:
+    """Raise if an index is outside of [-size, size) at a pair that is seen."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    outside = (x < -size) | (x >= size)
     try:
-        return x[tuple(indices)]
-    except IndexError as error:
+        found = bool(outside.any())
+        if found and seen is not None:
+            outside = outside & seen
+            found = bool(outside.any())
+    except RuntimeError:  # under vmap, or of tensors without data: values are not known
+        return
+    if found:
+        wrong = int(torch.broadcast_to(x, outside.shape)[outside][0])
         raise IndexError(
-            f"captured tensor {number} of shape {tuple(x.shape)}: got an index out of range "
-            f"({error}), expected indices in [-size, size)"
-        ) from None
+            f"index {wrong} is out of range for dimension {dim} of size {size} of {name}: "
+            "hide such pairs with mask_mod, or clamp the index"
+        )

@@ -1,346 +1,136 @@
-"""What torch's functions and methods mean in a program: one function for each name.
+"""The operators of programs: kinds, and what they mean in torch and of Python's numbers.
 
-An operator gets the trace and the operands as the user wrote them, and returns the number of the
-result's value. Kinds follow torch's promotion: bool, int, float.
+Integers are as if unbounded; int64 in practice. Division and remainder of ints by zero are 0.
+A shift by less than 0 or by more than 63 counts as one by 0 or by 63.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from .program import BOOL, FLOAT, INT
+KINDS = {"float": float, "int": int, "bool": bool}
+F, I, B = "float", "int", "bool"
 
-OPERATORS: dict[str, Callable[..., Any]] = {}
-ORDER = (BOOL, INT, FLOAT)
-ALIASES = {
-    "truediv": "div",
-    "true_divide": "div",
-    "divide": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "subtract": "sub",
-    "multiply": "mul",
-    "negative": "neg",
-    "positive": "pos",
-    "absolute": "abs",
-    "greater_equal": "ge",
-    "greater": "gt",
-    "less_equal": "le",
-    "less": "lt",
-    "not_equal": "ne",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "invert": "bitwise_not",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-    "clip": "clamp",
-    "sgn": "sign",
+
+class Op(NamedTuple):
+    """State one operator.
+
+    Args:
+        signatures: Pairs of the kinds of the operands and the kind of the result.
+        meaning: The function of torch tensors. None: an input, a constant or a load.
+        fold: The function of Python's numbers, exact, or None if it has no value.
+    """
+
+    signatures: tuple[tuple[tuple[str, ...], str], ...]
+    meaning: Callable | None = None
+    fold: Callable | None = None
+
+
+def _of(*signatures: str) -> tuple:
+    """ "ff>f" is (("float", "float"), "float")."""
+    kinds = {"f": F, "i": I, "b": B}
+    pairs = (x.split(">") for x in signatures)
+    return tuple((tuple(kinds[x] for x in left), kinds[right]) for left, right in pairs)
+
+
+def _nonzero(b: torch.Tensor) -> torch.Tensor:
+    return torch.where(b == 0, torch.ones_like(b), b)
+
+
+def floor_div(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if b.dtype.is_floating_point:
+        return torch.div(a, b, rounding_mode="floor")
+    whole = torch.div(a, _nonzero(b), rounding_mode="floor")
+    return torch.where(b == 0, torch.zeros_like(whole), whole)
+
+
+def remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if b.dtype.is_floating_point:
+        return torch.remainder(a, b)
+    rest = torch.remainder(a, _nonzero(b))
+    return torch.where(b == 0, torch.zeros_like(rest), rest)
+
+
+def _shift(f: Callable) -> Callable:
+    return lambda a, n: f(a, n.clamp(0, 63))
+
+
+def _sign(x):
+    return (x > 0) - (x < 0)
+
+
+_NUMERIC = _of("ff>f", "ii>i")
+_ONE = _of("f>f", "i>i")
+_FLOAT = _of("f>f")
+_COMPARE = _of("ff>b", "ii>b")
+_INTS = _of("ii>i")
+_BOOLS = _of("bb>b")
+
+OPS: dict[str, Op] = {
+    "score": Op(_of(">f")),
+    "b": Op(_of(">i")),
+    "h": Op(_of(">i")),
+    "i": Op(_of(">i")),
+    "j": Op(_of(">i")),
+    "constant": Op(_of(">f", ">i", ">b")),
+    "load": Op(()),  # of any number of int operands
+    "add": Op(_NUMERIC, torch.add, operator.add),
+    "sub": Op(_NUMERIC, torch.sub, operator.sub),
+    "mul": Op(_NUMERIC, torch.mul, operator.mul),
+    "neg": Op(_ONE, torch.neg, operator.neg),
+    "abs": Op(_ONE, torch.abs, abs),
+    "minimum": Op(_NUMERIC, torch.minimum, min),
+    "maximum": Op(_NUMERIC, torch.maximum, max),
+    "where": Op(_of("bff>f", "bii>i"), torch.where, lambda c, x, y: x if c else y),
+    "floor_div": Op(_NUMERIC, floor_div, lambda a, b: a // b if b else 0),
+    "remainder": Op(_NUMERIC, remainder, lambda a, b: a % b if b else 0),
+    "sign": Op(_ONE, torch.sign, _sign),
+    "div": Op(_of("ff>f"), torch.div),
+    "pow": Op(_of("ff>f"), torch.pow),
+    "exp": Op(_FLOAT, torch.exp),
+    "exp2": Op(_FLOAT, torch.exp2),
+    "log": Op(_FLOAT, torch.log),
+    "log2": Op(_FLOAT, torch.log2),
+    "sqrt": Op(_FLOAT, torch.sqrt),
+    "rsqrt": Op(_FLOAT, torch.rsqrt),
+    "sin": Op(_FLOAT, torch.sin),
+    "cos": Op(_FLOAT, torch.cos),
+    "tanh": Op(_FLOAT, torch.tanh),
+    "sigmoid": Op(_FLOAT, torch.sigmoid),
+    "floor": Op(_FLOAT, torch.floor),
+    "ceil": Op(_FLOAT, torch.ceil),
+    "trunc": Op(_FLOAT, torch.trunc),
+    "round": Op(_FLOAT, torch.round),
+    "erf": Op(_FLOAT, torch.erf),
+    "shift_left": Op(
+        _INTS, _shift(torch.bitwise_left_shift), lambda a, n: a << n if 0 <= n < 64 else None
+    ),
+    "shift_right": Op(
+        _INTS, _shift(torch.bitwise_right_shift), lambda a, n: a >> n if 0 <= n < 64 else None
+    ),
+    "bit_and": Op(_INTS, torch.bitwise_and, operator.and_),
+    "bit_or": Op(_INTS, torch.bitwise_or, operator.or_),
+    "bit_xor": Op(_INTS, torch.bitwise_xor, operator.xor),
+    "bit_not": Op(_of("i>i"), torch.bitwise_not, operator.invert),
+    "and": Op(_BOOLS, torch.logical_and, operator.and_),
+    "or": Op(_BOOLS, torch.logical_or, operator.or_),
+    "xor": Op(_BOOLS, torch.logical_xor, operator.xor),
+    "not": Op(_of("b>b"), torch.logical_not, operator.not_),
+    "ge": Op(_COMPARE, torch.ge, operator.ge),
+    "gt": Op(_COMPARE, torch.gt, operator.gt),
+    "le": Op(_COMPARE, torch.le, operator.le),
+    "lt": Op(_COMPARE, torch.lt, operator.lt),
+    "eq": Op(_COMPARE, torch.eq, operator.eq),
+    "ne": Op(_COMPARE, torch.ne, operator.ne),
+    # The meaning of to_float is a cast to the score's dtype: `evaluate` has it.
+    "to_float": Op(_of("i>f", "b>f"), None, float),
+    "to_int": Op(_of("f>i", "b>i"), lambda x: x.to(torch.int64), int),
+    "to_bool": Op(_of("f>b", "i>b"), lambda x: x != 0, bool),
 }
 
-
-def canonical(name: str) -> tuple[str, bool]:
-    """The name of an operator for a method or function of torch, and whether its two operands are
-    swapped, as in `__rsub__`."""
-    bare = name.strip("_")
-    if name.endswith("_") and not name.startswith("_"):
-        return name, False  # in place
-    swapped = name in ("rsub", "__rsub__") or (
-        name.startswith("__r") and ALIASES.get(bare[1:], bare[1:]) in OPERATORS
-    )
-    bare = bare[1:] if swapped else bare
-    return ALIASES.get(bare, bare), swapped
-
-
-def kind_of(x: Tensor) -> str:
-    """The kind of a captured tensor's elements."""
-    if x.dtype == torch.bool:
-        return BOOL
-    return FLOAT if x.is_floating_point() else INT
-
-
-def kind_of_dtype(dtype: torch.dtype) -> str:
-    if dtype == torch.bool:
-        return BOOL
-    return FLOAT if dtype.is_floating_point else INT
-
-
-def operator(*names: str) -> Callable[..., Any]:
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            OPERATORS[name] = function
-        return function
-
-    return add
-
-
-def promoted(trace, *operands: Any, at_least: str = BOOL) -> list[int]:
-    """The operands as values of the highest of their kinds."""
-    values = [trace.value(x) for x in operands]
-    kind = max((*map(trace.kind, values), at_least), key=ORDER.index)
-    return [trace.builder.cast(at, kind) for at in values]
-
-
-# ------------------------------------------------------------------------------------- arithmetic
-
-
-def _arithmetic(name: str, of_bools: str = "") -> None:
-    @operator(name)
-    def run(trace, x, y, *, alpha=1):
-        if alpha != 1:
-            y = trace.call("mul", (y, alpha), {})
-        if of_bools and trace.kind(trace.value(x)) == trace.kind(trace.value(y)) == BOOL:
-            return trace.builder.op(of_bools, trace.value(x), trace.value(y))
-        return trace.builder.op(name, *promoted(trace, x, y, at_least=INT))
-
-
-_arithmetic("add", of_bools="or")
-_arithmetic("mul", of_bools="and")
-for _name in ("sub", "pow", "minimum", "maximum", "remainder", "fmod"):
-    _arithmetic(_name)
-
-
-OPERATORS["min"], OPERATORS["max"] = OPERATORS["minimum"], OPERATORS["maximum"]
-
-
-@operator("div")
-def _div(trace, x, y, *, rounding_mode=None):
-    if rounding_mode == "floor":
-        return _floor_divide(trace, x, y)
-    at = trace.builder.op("div", *promoted(trace, x, y, at_least=FLOAT))
-    if rounding_mode is None:
-        return at
-    if rounding_mode != "trunc":
-        trace.fail(
-            ValueError, f"got rounding_mode={rounding_mode!r}, expected floor, trunc or None"
-        )
-    values = promoted(trace, x, y, at_least=INT)
-    if trace.kind(values[0]) == FLOAT:
-        return trace.builder.op("trunc", at)
-    # Whole numbers: x minus the remainder that has its sign divides exactly.
-    whole = trace.builder.op("sub", values[0], trace.builder.op("fmod", *values))
-    return trace.builder.op("floor_div", whole, values[1])
-
-
-@operator("floor_divide")
-def _floor_divide(trace, x, y):
-    return trace.builder.op("floor_div", *promoted(trace, x, y, at_least=INT))
-
-
-def _of_one_number(name: str) -> None:
-    @operator(name)
-    def run(trace, x):
-        return trace.builder.op(name, *promoted(trace, x, at_least=INT))
-
-
-for _name in ("neg", "abs", "sign"):
-    _of_one_number(_name)
-
-
-def _of_one_float(name: str) -> None:
-    @operator(name)
-    def run(trace, x):
-        return trace.builder.op(name, *promoted(trace, x, at_least=FLOAT))
-
-
-for _name in [
-    "exp",
-    "exp2",
-    "log",
-    "log2",
-    "log1p",
-    "expm1",
-    "sqrt",
-    "rsqrt",
-    "sin",
-    "cos",
-    "tanh",
-    "sigmoid",
-    "erf",
-]:
-    _of_one_float(_name)
-
-
-def _rounding(name: str) -> None:
-    @operator(name)
-    def run(trace, x):
-        (at,) = promoted(trace, x, at_least=INT)
-        return at if trace.kind(at) == INT else trace.builder.op(name, at)
-
-
-for _name in ("floor", "ceil", "trunc", "round"):
-    _rounding(_name)
-
-
-@operator("pos", "clone", "detach", "contiguous", "squeeze")
-def _same(trace, x):
-    return trace.value(x)
-
-
-@operator("square")
-def _square(trace, x):
-    return trace.call("mul", (x, x), {})
-
-
-@operator("reciprocal")
-def _reciprocal(trace, x):
-    return trace.call("div", (1.0, x), {})
-
-
-@operator("relu")
-def _relu(trace, x):
-    return trace.call("maximum", (x, 0), {})
-
-
-@operator("isnan")
-def _isnan(trace, x):
-    return trace.call("ne", (x, x), {})
-
-
-@operator("clamp")
-def _clamp(trace, x, min=None, max=None):
-    for name, limit in (("maximum", min), ("minimum", max)):
-        if limit is not None:
-            x = trace.call(name, (x, limit), {})
-    return trace.value(x)
-
-
-@operator("clamp_min")
-def _clamp_min(trace, x, min):
-    return _clamp(trace, x, min=min)
-
-
-@operator("clamp_max")
-def _clamp_max(trace, x, max):
-    return _clamp(trace, x, max=max)
-
-
-# ------------------------------------------------------------------------------ comparisons, logic
-
-
-def _comparison(name: str) -> None:
-    @operator(name)
-    def run(trace, x, y):
-        return trace.builder.op(name, *promoted(trace, x, y, at_least=INT))
-
-
-for _name in ("ge", "gt", "le", "lt", "eq", "ne"):
-    _comparison(_name)
-
-
-def _logic(name: str) -> None:
-    @operator(f"bitwise_{name}")
-    def of_bits(trace, x, y):
-        values = promoted(trace, x, y)
-        if trace.kind(values[0]) == FLOAT:
-            trace.fail(TypeError, "got bits of a float, expected whole numbers or bools")
-        return trace.builder.op(name if trace.kind(values[0]) == BOOL else f"bit_{name}", *values)
-
-    @operator(f"logical_{name}")
-    def of_truth(trace, x, y):
-        values = (trace.builder.cast(trace.value(z), BOOL) for z in (x, y))
-        return trace.builder.op(name, *values)
-
-
-for _name in ("and", "or", "xor"):
-    _logic(_name)
-
-
-@operator("bitwise_not")
-def _bitwise_not(trace, x):
-    (at,) = promoted(trace, x)
-    if trace.kind(at) == FLOAT:
-        trace.fail(TypeError, "got bits of a float, expected whole numbers or bools")
-    return trace.builder.op("not" if trace.kind(at) == BOOL else "bit_not", at)
-
-
-@operator("logical_not")
-def _logical_not(trace, x):
-    return trace.builder.op("not", trace.builder.cast(trace.value(x), BOOL))
-
-
-def _shift(name: str, direction: str) -> None:
-    @operator(name)
-    def run(trace, x, y):
-        values = promoted(trace, x, y, at_least=INT)
-        if trace.kind(values[0]) == FLOAT:
-            trace.fail(TypeError, "got a shift of a float, expected whole numbers")
-        return trace.builder.op(f"shift_{direction}", *values)
-
-
-_shift("bitwise_left_shift", "left")
-_shift("bitwise_right_shift", "right")
-
-
-@operator("where")
-def _where(trace, condition, x, y):
-    at = trace.value(condition)
-    if trace.kind(at) != BOOL:
-        trace.fail(TypeError, f"got a condition of kind {trace.kind(at)}, expected bool")
-    values = promoted(trace, x, y)
-    name = "where_bool" if trace.kind(values[0]) == BOOL else "where"
-    return trace.builder.op(name, at, *values)
-
-
-@operator("masked_fill")
-def _masked_fill(trace, x, mask, value):
-    return _where(trace, mask, value, x)
-
-
-# --------------------------------------------------------------------------- casts, new constants
-
-
-def _cast_method(name: str, kind: str) -> None:
-    @operator(name)
-    def run(trace, x):
-        return trace.builder.cast(trace.value(x), kind)
-
-
-for _name in ("float", "double", "half", "bfloat16"):
-    _cast_method(_name, FLOAT)
-for _name in ("int", "long", "short"):
-    _cast_method(_name, INT)
-_cast_method("bool", BOOL)
-
-
-@operator("to", "type", "type_as")
-def _to(trace, x, *others, dtype=None, device=None, copy=False, non_blocking=False):
-    """Floating dtypes are one kind: a cast between them does not round."""
-    for other in others:
-        if isinstance(other, torch.dtype):
-            dtype = other
-        elif hasattr(other, "dtype"):
-            dtype = other.dtype
-    at = trace.value(x)
-    return at if dtype is None else trace.builder.cast(at, kind_of_dtype(dtype))
-
-
-def _constant(trace, like: int, number: Any, dtype: torch.dtype | None) -> int:
-    kind = trace.kind(like) if dtype is None else kind_of_dtype(dtype)
-    return trace.builder.cast(trace.value(number), kind)
-
-
-def _new(name: str, of_number: Callable[..., Any]) -> None:
-    @operator(f"new_{name}")
-    def run(trace, x, size, *rest, dtype=None, device=None, requires_grad=False):
-        if tuple(size):
-            trace.fail(TypeError, f"got a new tensor of shape {tuple(size)}, expected ()")
-        return _constant(trace, trace.value(x), of_number(*rest), dtype)
-
-    @operator(f"{name}_like")
-    def like(trace, x, *rest, dtype=None, device=None, requires_grad=False):
-        return _constant(trace, trace.value(x), of_number(*rest), dtype)
-
-
-_new("ones", lambda: 1)
-_new("zeros", lambda: 0)
-_new("full", lambda fill_value: fill_value)
-
-
-@operator("new_tensor")
-def _new_tensor(trace, x, data, *, dtype=None, device=None, requires_grad=False):
-    return trace.value(data) if dtype is None else _constant(trace, 0, data, dtype)
+# The kind of the result, by the name of the operator and the kinds of its operands.
+RESULTS = {(name, kinds): kind for name, op in OPS.items() for kinds, kind in op.signatures}

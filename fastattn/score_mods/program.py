@@ -1,170 +1,237 @@
-"""A score_mod or mask_mod as data: a list of operations on single numbers.
-
-A program does not depend on the tensors that its function captured, only on their kinds and ranks.
-It can be hashed, compared and written as text. `evaluate.py` runs it on torch tensors.
-"""
+"""A score_mod or mask_mod as data: a small program of values in order, each from earlier ones."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-FLOAT, INT, BOOL = "float", "int", "bool"
-NUMBER = "number"  # in a signature: int or float, the same for all such operands
+from .operators import KINDS, OPS, RESULTS
 
-INPUTS = {"score": FLOAT, "b": INT, "h": INT, "i": INT, "j": INT}
-
-_TWO, _ONE = (NUMBER, NUMBER), (NUMBER,)
-# Operation: (kinds of its operands, kind of its result). Meanings are torch's functions of these
-# names; `floor_div` and `remainder` round down, `to_int` rounds to zero, shifts are of ints.
-OPS: dict[str, tuple[tuple[str, ...], str]] = {
-    **dict.fromkeys(("add", "sub", "mul", "minimum", "maximum", "pow"), (_TWO, NUMBER)),
-    **dict.fromkeys(("floor_div", "remainder", "fmod"), (_TWO, NUMBER)),
-    **dict.fromkeys(("neg", "abs", "sign"), (_ONE, NUMBER)),
-    **dict.fromkeys(("ge", "gt", "le", "lt", "eq", "ne"), (_TWO, BOOL)),
-    "where": ((BOOL, NUMBER, NUMBER), NUMBER),
-    "where_bool": ((BOOL, BOOL, BOOL), BOOL),
-    "div": ((FLOAT, FLOAT), FLOAT),
-    **dict.fromkeys(("exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt"), ((FLOAT,), FLOAT)),
-    **dict.fromkeys(("rsqrt", "sin", "cos", "tanh", "sigmoid", "erf"), ((FLOAT,), FLOAT)),
-    **dict.fromkeys(("floor", "ceil", "trunc", "round"), ((FLOAT,), FLOAT)),
-    **dict.fromkeys(("shift_left", "shift_right"), ((INT, INT), INT)),
-    **dict.fromkeys(("bit_and", "bit_or", "bit_xor"), ((INT, INT), INT)),
-    "bit_not": ((INT,), INT),
-    **dict.fromkeys(("and", "or", "xor"), ((BOOL, BOOL), BOOL)),
-    "not": ((BOOL,), BOOL),
-    "to_float": ((NUMBER,), FLOAT),
-    "to_int": ((NUMBER,), INT),
-    "to_bool": ((NUMBER,), BOOL),
-    "float_of_bool": ((BOOL,), FLOAT),
-    "int_of_bool": ((BOOL,), INT),
-}
+INT64 = range(-(2**63), 2**63)
 
 
 class Value(NamedTuple):
-    """One operation and its result.
+    """State one instruction. Values are numbered in order; no value changes.
 
-    op: a name of `INPUTS` or `OPS`; "constant", which is `number`; or "load", the element of the
-        captured tensor `tensor` at the indices `args`, one for each of its dimensions. A negative
-        index counts from the end.
-    args: the numbers of earlier values.
-    kind: of the result.
+    Args:
+        op: The name of an operator of OPS.
+        args: The numbers of earlier values.
+        kind: "float", "int" or "bool": the kind of the result.
+        number: The number of a "constant", None otherwise.
+        tensor: The number of the captured tensor of a "load", None otherwise.
     """
 
     op: str
     args: tuple[int, ...] = ()
-    kind: str = FLOAT
-    number: float | int | bool | None = None
+    kind: str = "float"
+    number: int | float | bool | None = None
     tensor: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """Values in order; the last one is the result. captured: the kind and the number of dimensions
-    of each tensor that `load` reads."""
+    """State a function of score, b, h, i and j as data.
+
+    Two programs are equal if their texts are: 0.0 and -0.0 differ, NaN equals NaN.
+
+    Args:
+        values: The instructions. The last one is the result.
+        captured: The kind and the number of dimensions of each captured tensor.
+
+    Raises:
+        ValueError: A value contradicts the table of operators.
+    """
 
     values: tuple[Value, ...]
     captured: tuple[tuple[str, int], ...] = ()
 
     @property
     def kind(self) -> str:
+        """The kind of the result."""
         return self.values[-1].kind
 
+    @cached_property
+    def _text(self) -> str:
+        lines = [" ".join(["captured", *(f"{kind}:{dims}" for kind, dims in self.captured)])]
+        for value in self.values:
+            words = [value.op, value.kind]
+            if value.op == "constant":
+                words.append(_number_text(value))
+            if value.op == "load":
+                words.append(f"@{value.tensor}")
+            lines.append(" ".join([*words, *map(str, value.args)]))
+        return "\n".join(lines)
+
     def text(self) -> str:
-        """The program as text, from which `parse` makes an equal one."""
-        numbers = [
-            [*v[:3], v.number.hex() if isinstance(v.number, float) else v.number, v.tensor]
-            for v in self.values
-        ]
-        return json.dumps([numbers, self.captured], separators=(",", ":"))
+        """Return the program as text, one line a value. `parse` reads it back exactly.
+
+        The first line has the captured tensors as kind:dimensions. Each further line has an
+        operator, the kind of its result, and the numbers of its operands. A constant has its
+        number (floats in hexadecimal), a load the number of its tensor after @.
+        """
+        return self._text
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        values, captured = json.loads(text)
-        read = (
-            Value(op, tuple(args), kind, _number(number), tensor)
-            for op, args, kind, number, tensor in values
-        )
-        return cls(tuple(read), tuple((kind, rank) for kind, rank in captured))
+        """Return the program that `text` states.
 
-    def inputs(self) -> frozenset[str]:
-        """The names of the inputs that it reads."""
-        return frozenset(v.op for v in self.values if v.op in INPUTS)
+        Raises:
+            ValueError: The text is of no program.
+        """
+        first, *lines = text.split("\n")
+        head, *captured = first.split(" ")
+        if head != "captured":
+            raise ValueError(f"a program's text begins with 'captured', got {first!r}")
+        pairs = tuple((kind, int(dims)) for kind, _, dims in (x.partition(":") for x in captured))
+        program = cls(tuple(_parsed(line) for line in lines), pairs)
+        program.check()
+        return program
 
-    def part(self, at: int) -> Program:
-        """The program with value `at` as its result. It captures the same tensors."""
-        return Program(_reached(self.values, at), self.captured)
+    def check(self) -> None:
+        """Check each value against the table of operators.
 
-    def dependent(self, name: str) -> frozenset[int]:
-        """The numbers of the values that depend on an input."""
-        found: set[int] = set()
+        Raises:
+            ValueError: A value contradicts the table; the message has its number.
+        """
+        if not self.values:
+            raise ValueError("a program has at least one value")
         for at, value in enumerate(self.values):
-            if value.op == name or found.intersection(value.args):
-                found.add(at)
-        return frozenset(found)
+            if any(not 0 <= x < at for x in value.args):
+                raise ValueError(f"value {at}: operands are earlier values, got {value.args}")
+            kinds = tuple(self.values[x].kind for x in value.args)
+            if value.op == "load":
+                if value.tensor is None or not 0 <= value.tensor < len(self.captured):
+                    raise ValueError(f"value {at}: no captured tensor {value.tensor}")
+                right = (value.kind, len(kinds)) == self.captured[value.tensor]
+                right = right and all(kind == "int" for kind in kinds)
+            elif value.op == "constant":
+                right = value.kind in KINDS and type(value.number) is KINDS[value.kind]
+                right = right and not kinds
+            else:
+                right = value.op in OPS and (kinds, value.kind) in OPS[value.op].signatures
+            if not right:
+                raise ValueError(f"value {at}: no operator {value.op} of {kinds} to {value.kind}")
+
+    def __eq__(self, other: object) -> bool:
+        return self._text == other._text if isinstance(other, Program) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._text)
 
 
-def _number(written: str | int | bool | None) -> float | int | bool | None:
-    return float.fromhex(written) if isinstance(written, str) else written
+def _number_text(value: Value) -> str:
+    return value.number.hex() if isinstance(value.number, float) else str(value.number)
 
 
-def _reached(values: tuple[Value, ...], result: int) -> tuple[Value, ...]:
-    """The values that `result` needs, numbered anew."""
-    needed, left = {result}, [result]
-    while left:
-        fresh = set(values[left.pop()].args) - needed
-        needed |= fresh
-        left += fresh
-    numbers = {old: new for new, old in enumerate(sorted(needed))}
-    return tuple(
-        values[old]._replace(args=tuple(numbers[x] for x in values[old].args)) for old in numbers
-    )
+def _parsed(line: str) -> Value:
+    try:
+        op, kind, *words = line.split(" ")
+        number = tensor = None
+        if op == "constant":
+            (word,), words = words, []
+            bools = {"True": True, "False": False}
+            number = {"float": float.fromhex, "int": int, "bool": bools.__getitem__}[kind](word)
+        if op == "load":
+            tensor = int(words.pop(0).removeprefix("@"))
+        return Value(op, tuple(map(int, words)), kind, number, tensor)
+    except (ValueError, KeyError, IndexError) as error:
+        raise ValueError(f"no value of a program: {line!r}") from error
 
 
 class Builder:
-    """Collects values. Equal ones are one value."""
+    """Collect values. Equal values become one, constants are folded where that is exact."""
 
-    def __init__(self, values: Iterable[Value] = ()):
+    def __init__(self) -> None:
         self.values: list[Value] = []
-        self._numbers: dict[tuple, int] = {}
-        for value in values:
-            self.add(value)
+        self.known: dict[object, int] = {}
 
-    def add(self, value: Value) -> int:
-        """The number of the value."""
-        # 1, 1.0 and True are equal, 0.0 and -0.0 too, and NaN is not equal to itself.
-        key = value, type(value.number), str(value.number)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.values)
-            self.values.append(value)
-        return self._numbers[key]
+    def constant(self, number: int | float | bool) -> int:
+        kind = "bool" if isinstance(number, bool) else type(number).__name__
+        if kind == "int" and number not in INT64:
+            raise ValueError(f"a constant fits into 64 bits, got {number}")
+        # 0.0 == -0.0 and nan != nan: the text of a float is its key.
+        key = "constant", kind, number.hex() if isinstance(number, float) else number
+        return self._put(key, Value("constant", (), kind, number))
 
-    def op(self, name: str, *args: int) -> int:
-        """Add an operation of `OPS` on values of the kinds that it takes."""
-        kinds, result = OPS[name]
-        got = tuple(self.values[at].kind for at in args)
-        number = next((x for x, expected in zip(got, kinds) if expected == NUMBER), "")
-        expected = tuple(number if x == NUMBER else x for x in kinds)
-        assert got == expected and number != BOOL, f"{name}: got {got}, expected {kinds}"
-        return self.add(Value(name, args, number if result == NUMBER else result))
+    def load(self, tensor: int, kind: str, args: tuple[int, ...]) -> int:
+        value = Value("load", args, kind, None, tensor)
+        return self._put(value, value)
 
-    def constant(self, number: float | int | bool) -> int:
-        kind = BOOL if isinstance(number, bool) else INT if isinstance(number, int) else FLOAT
-        return self.add(Value("constant", (), kind, number))
-
-    def cast(self, at: int, kind: str) -> int:
-        """The value as another kind."""
-        value = self.values[at]
-        if value.kind == kind:
+    def emit(self, op: str, *args: int) -> int:
+        """The number of the value of `op`. Its operands have the right kinds."""
+        key = op, args
+        at = self.known.get(key)
+        if at is not None:
             return at
-        if value.op == "constant":
-            assert value.number is not None
-            return self.constant({FLOAT: float, INT: int, BOOL: bool}[kind](value.number))
-        if value.kind == BOOL:
-            return self.op(f"{kind}_of_bool", at)
-        return self.op(f"to_{kind}", at)
+        operands = [self.values[x] for x in args]
+        if op == "not" or any(x.number is not None for x in operands):
+            at = self._simplified(op, args, operands)
+        if at is None:
+            kind = RESULTS[op, tuple([x.kind for x in operands])]
+            at = len(self.values)
+            self.values.append(Value(op, args, kind))
+        self.known[key] = at
+        return at
 
-    def program(self, result: int, captured: tuple[tuple[str, int], ...] = ()) -> Program:
-        return Program(_reached(tuple(self.values), result), captured)
+    def _put(self, key: object, value: Value) -> int:
+        at = self.known.get(key)
+        if at is None:
+            at = self.known[key] = len(self.values)
+            self.values.append(value)
+        return at
+
+    def _simplified(self, op: str, args: tuple[int, ...], operands: list[Value]) -> int | None:
+        numbers = [x.number for x in operands]
+        if op == "not" and operands[0].op == "not":
+            return operands[0].args[0]
+        fold = OPS[op].fold
+        # Of floats, only what rounds nothing: a number has the score's precision later.
+        exact = op in ("neg", "abs") or all(x.kind != "float" for x in operands)
+        if fold is not None and exact and None not in numbers:
+            result = fold(*numbers)
+            if result is not None and (type(result) is not int or result in INT64):
+                return self.constant(result)
+        if op == "where" and numbers[0] is not None:
+            return args[1] if numbers[0] else args[2]
+        for this, other in ((0, 1), (1, 0)):
+            if len(args) != 2 or numbers[this] is None or operands[this].kind == "float":
+                continue
+            number = numbers[this]
+            if (op, number) in _NEUTRAL and (this == 1 or op != "sub"):
+                return args[other]
+            if (op, number) in (("and", False), ("or", True)):
+                return args[this]
+        return None
+
+    def program(self, result: int, captured: tuple[tuple[str, int], ...]) -> Program:
+        """The program of `result`, without values that it does not need. Captured tensors
+        keep their numbers."""
+        needed, todo = set(), [result]
+        while todo:
+            at = todo.pop()
+            if at not in needed:
+                needed.add(at)
+                todo.extend(self.values[at].args)
+        return Program(renumbered(self.values, sorted(needed)), captured)
+
+
+_NEUTRAL = {("and", True), ("or", False), ("xor", False), ("add", 0), ("sub", 0), ("mul", 1)}
+
+
+def renumbered(values: list[Value] | tuple[Value, ...], kept: list[int]) -> tuple[Value, ...]:
+    """The values at `kept`, in order, with their operands' new numbers."""
+    number = {old: new for new, old in enumerate(kept)}
+    return tuple(values[at]._replace(args=tuple(number[x] for x in values[at].args)) for at in kept)
+
+
+def without_unused(
+    program: Program, tensors: tuple
+) -> tuple[Program, tuple]:  # of captured tensors that no value loads
+    """The program and its captured tensors, without those that no value loads."""
+    used = sorted({x.tensor for x in program.values if x.tensor is not None})
+    number: dict[int | None, int | None] = {old: new for new, old in enumerate(used)}
+    number[None] = None
+    values = tuple(x._replace(tensor=number[x.tensor]) for x in program.values)
+    captured = tuple(program.captured[x] for x in used)
+    return Program(values, captured), tuple(tensors[x] for x in used)

@@ -1,186 +1,355 @@
-"""Find structure in programs: what `attention` has an argument for.
+"""Structure of programs: bands, key lengths, documents, caps and slopes that kernels know.
 
-A recognised part means the same, with the same gradients. The rest stays a program. No value of a
-captured tensor is read.
+Only what has the same result, gradients and meaning is recognised; all else stays a program.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from .program import BOOL, Builder, Program, Value
+import torch
+from torch import Tensor
+
+from .evaluate import evaluate
+from .linear import difference
+from .program import Program, Value, renumbered
+
+Band = tuple["int | None", "int | None"]
 
 
-class ScoreParts(NamedTuple):
-    """A score_mod as softcap(score) + bias, at keys where `mask` is true.
+class Shape(NamedTuple):
+    """State the sizes of a call: items of the batch, query heads, rows, keys."""
 
-    softcap: c of c tanh(score / c), or None.
-    bias: a program of the indices alone, or None.
-    mask: the same, of kind bool: where it is false, the score is -inf.
+    batch: int
+    heads: int
+    rows: int
+    keys: int
+
+
+class Structure(NamedTuple):
+    """State what a score_mod and a mask_mod have of known structure.
+
+    Args:
+        band: (left, right): row i sees keys i - left to i + right. None in the pair is no limit.
+            A side may be negative. None: no band.
+        key_lengths: int64 [B]: row i of item b sees keys below key_lengths[b].
+        documents: int64 [documents + 1]: the first row and key of each document, then their
+            number. A row sees the keys of its document.
+        softcap: c of c tanh(score / c), after `score`.
+        alibi: float [H]: slope |i - j| is subtracted, after `softcap`.
+        score: The program of the rest of the score_mod, which comes first. None: no rest.
+        mask: The program of the rest of the mask_mod. None: no rest.
     """
 
+    band: Band | None = None
+    key_lengths: Tensor | None = None
+    documents: Tensor | None = None
     softcap: float | None = None
-    bias: Program | None = None
+    alibi: Tensor | None = None
+    score: Program | None = None
     mask: Program | None = None
 
 
-def score_parts(program: Program) -> ScoreParts | None:
-    """Take a score_mod apart, or return None if it is not of that form."""
-    values, of_score = program.values, program.dependent("score")
-    builder = Builder(values)  # values are distinct, so that their numbers stay
-    bias: int | None = None
-    conditions: list[int] = []
-    at = len(values) - 1
-    while values[at].op != "score" and (softcap_of(program, at) is None):
-        if at not in of_score:
-            return None
-        op, args = values[at].op, values[at].args
-        if op == "add" and sum(x in of_score for x in args) == 1:
-            at, term = args if args[0] in of_score else args[::-1]
-        elif op == "sub" and args[0] in of_score and args[1] not in of_score:
-            at, term = args[0], builder.op("neg", args[1])
-        elif op == "where" and args[0] not in of_score:
-            at, condition = _visible(builder, args, of_score)
-            if condition is None:
-                return None
-            conditions.append(condition)
-            continue
-        else:
-            return None
-        bias = term if bias is None else builder.op("add", term, bias)
-    mask = conditions[0] if conditions else None
-    for condition in conditions[1:]:
-        mask = builder.op("and", condition, mask)  # ty: ignore
-    parts = (None if x is None else builder.program(x, program.captured) for x in (bias, mask))
-    return ScoreParts(softcap_of(program, at), *parts)
+def recognise(
+    score: Program | None,
+    mask: Program | None,
+    tensors: Sequence[Tensor],
+    shape: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    causal: bool = False,
+    cap: bool = True,
+    slopes: bool = True,
+    documents: bool = True,
+) -> Structure:
+    """Return the structure of a score_mod and a mask_mod.
+
+    Values of captured tensors are read, on a CPU alone: never of a GPU's, of tensors without
+    data, or under vmap. Programs keep the numbers of their captured tensors.
+
+    Args:
+        score: The program of the score_mod.
+        mask: The program of the mask_mod.
+        tensors: The captured tensors of both.
+        shape: The sizes of the call. Indices begin at 0.
+        dtype: The dtype of scores.
+        causal: Whether the call itself hides the keys after a row.
+        cap: If False, no softcap is recognised: the call has its own.
+        slopes: If False, no slopes are recognised: the call has its own.
+        documents: If False, no documents are recognised.
+    """
+    band, lengths, offsets, rest = (None, None, None, None)
+    if mask is not None:
+        band, lengths, offsets, rest = _of_mask(mask, tensors, shape, dtype, documents)
+    found = Structure(band, lengths, offsets, mask=rest)
+    if score is not None:
+        edge = band[1] if band else None
+        causal = causal or (edge is not None and edge <= 0)
+        found = _of_score(found, score, tensors, shape, dtype, causal, cap, slopes)
+    return found
 
 
-def softcap_of(program: Program, at: int) -> float | None:
-    """c if value `at` is c tanh(score / c), in the order of a constant and its operand that users
-    write; c must be above 0."""
-    values = program.values
-
-    def constant(x: int) -> float | None:
-        return values[x].number if values[x].op == "constant" else None
-
-    def of(op: str, x: int) -> tuple[int, ...]:
-        return values[x].args if values[x].op == op else ()
-
-    for cap, rest in _orders(of("mul", at)):
-        c, inner = constant(cap), of("tanh", rest)
-        if not c or c <= 0 or not inner:
-            continue
-        divided = of("div", inner[0])
-        if divided and values[divided[0]].op == "score" and constant(divided[1]) == c:
-            return float(c)
-    return None
+def part(program: Program, at: int) -> Program:
+    """The program of one value of a program, with the same captured tensors."""
+    return Program(renumbered(program.values, sorted(_needed(program, at))), program.captured)
 
 
-def _orders(args: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [args, args[::-1]] if len(args) == 2 else []
+def _needed(program: Program, at: int) -> set[int]:
+    needed, todo = set(), [at]
+    while todo:
+        x = todo.pop()
+        if x not in needed:
+            needed.add(x)
+            todo.extend(program.values[x].args)
+    return needed
 
 
-def _visible(
-    builder: Builder, args: tuple[int, ...], of_score: frozenset[int]
-) -> tuple[int, int | None]:
-    """For where(condition, x, y) with -inf for x or y: the other one, and where it is taken."""
-    condition, x, y = args
-    least = [builder.values[z] == Value("constant", (), "float", -float("inf")) for z in (x, y)]
-    if least[1] and x in of_score:
-        return x, condition
-    if least[0] and y in of_score:
-        return y, builder.op("not", condition)
-    return condition, None
+def inputs_of(program: Program) -> set[str]:
+    """The names among score, b, h, i, j that a program reads."""
+    return {x.op for x in program.values} & {"score", "b", "h", "i", "j"}
 
 
-class MaskParts(NamedTuple):
-    """A mask_mod as a band, i - left <= j <= i + right, and a program for the rest. None is no
-    limit, and no rest."""
+def _known(program: Program, tensors: Sequence[Tensor], **names) -> Tensor | None:
+    """The value of a program, or None where it cannot be read."""
+    used = {x.tensor for x in program.values if x.tensor is not None}
+    if any(_unreadable(tensors[x]) for x in used):
+        return None
+    given = {name: names.pop(name, torch.zeros((), dtype=torch.int64)) for name in "bhij"}
+    plain = [x.detach() if at in used else x for at, x in enumerate(tensors)]
+    try:
+        value = evaluate(program, plain, **given, **names)
+        if value.numel():
+            value.flatten()[0].item()  # raises under vmap
+    except (IndexError, RuntimeError):
+        return None
+    return value
 
+
+def _unreadable(tensor: Tensor) -> bool:
+    # Of a subclass, fake or not, or with a gradient: its values are no constants of the call.
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.device.type != "cpu" or tensor.requires_grad:
+        return True
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _of_mask(mask: Program, tensors, shape: Shape, dtype, look_for_documents: bool):
     left: int | None = None
     right: int | None = None
-    rest: Program | None = None
-
-
-def mask_parts(*programs: Program) -> MaskParts:
-    """Take mask_mods apart that must all be true. They capture the same tensors."""
-    left = right = None
-    captured = programs[0].captured if programs else ()
-    builder, rest = Builder(), None
-    for program in programs:
-        for at in _conjuncts(program):
-            edge = _edge(program, at)
-            if edge is None:
-                term = _copied(builder, program.part(at))
-                rest = term if rest is None else builder.op("and", rest, term)
-            elif edge[0] == "left":
-                left = edge[1] if left is None else min(left, edge[1])
-            elif edge[0] == "right":
-                right = edge[1] if right is None else min(right, edge[1])
-    return MaskParts(left, right, None if rest is None else builder.program(rest, captured))
-
-
-def _copied(builder: Builder, program: Program) -> int:
-    numbers: list[int] = []
-    for value in program.values:
-        numbers.append(builder.add(value._replace(args=tuple(numbers[at] for at in value.args))))
-    return numbers[-1]
+    lengths = documents = None
+    rest: list[int] = []
+    for at in _conjuncts(mask):
+        edges = _band(mask, at)
+        if edges is not None:
+            left, right = _least(left, edges[0]), _least(right, edges[1])
+            continue
+        leaf = part(mask, at)
+        reads = inputs_of(leaf)
+        if _always(mask, at):
+            continue
+        if reads <= {"b", "j"}:
+            found = _lengths(leaf, tensors, shape, dtype)
+            if found is not None:
+                lengths = found if lengths is None else torch.minimum(lengths, found)
+                continue
+        if look_for_documents and documents is None and reads <= {"b", "i", "j"}:
+            documents = _documents(mask, at, tensors, shape, dtype)
+            if documents is not None:
+                continue
+        rest.append(at)
+    band = None if left is right is None else (left, right)
+    if lengths is not None and bool((lengths == shape.keys).all()):
+        lengths = None
+    return band, lengths, documents, _conjunction(mask, rest)
 
 
 def _conjuncts(program: Program) -> list[int]:
-    found, left = [], [len(program.values) - 1]
-    while left:
-        at = left.pop()
-        if program.values[at].op == "and":
-            left += reversed(program.values[at].args)
-        else:
+    """The values of which the result is the conjunction, in order."""
+    found, todo = [], [len(program.values) - 1]
+    while todo:
+        at = todo.pop()
+        value = program.values[at]
+        if value.op == "and":
+            todo.extend(reversed(value.args))
+        elif at not in found:
             found.append(at)
     return found
 
 
-_SWAPPED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
+def _conjunction(program: Program, leaves: list[int]) -> Program | None:
+    """The program of the conjunction of some values."""
+    if not leaves:
+        return None
+    kept = sorted(set().union(*(_needed(program, x) for x in leaves)))
+    values = list(renumbered(program.values, kept))
+    result, *others = (kept.index(x) for x in leaves)
+    if not others and result != len(values) - 1:
+        return part(program, leaves[0])
+    for x in others:
+        values.append(Value("and", (result, x), "bool"))
+        result = len(values) - 1
+    return Program(tuple(values), program.captured)
 
 
-def _edge(program: Program, at: int) -> tuple[str, int] | None:
-    """("left" or "right", edge) if value `at` compares i - j with a constant, ("", 0) if it is
-    true, else None. Edges below 0 are no edges of a window."""
-    op, args, kind, number, _ = program.values[at]
-    if op == "constant" and kind == BOOL and number:
-        return "", 0
-    if op not in _SWAPPED:
-        return None
-    x, y = (_affine(program, at) for at in args)
-    if x is None or y is None:
-        return None
-    of_i, of_j, offset = (p - q for p, q in zip(x, y))  # of_i i + of_j j + offset `op` 0
-    if (of_i, of_j) == (-1, 1):
-        of_i, of_j, offset, op = 1, -1, -offset, _SWAPPED[op]
-    if (of_i, of_j) != (1, -1):
-        return None
-    if op in ("ge", "gt"):  # j <= i + offset
-        name, edge = "right", offset - (op == "gt")
-    else:  # j >= i + offset
-        name, edge = "left", -offset - (op == "lt")
-    return (name, edge) if edge >= 0 else None
+def _least(x: int | None, y: int | None) -> int | None:
+    return min((z for z in (x, y) if z is not None), default=None)
 
 
-def _affine(program: Program, at: int) -> tuple[int, int, int] | None:
-    """(a, c, d) if value `at` is a i + c j + d with whole numbers."""
-    op, args, kind, number, _ = program.values[at]
-    if op == "i":
-        return 1, 0, 0
-    if op == "j":
-        return 0, 1, 0
-    if op == "constant" and kind == "int":
-        assert isinstance(number, int)
-        return 0, 0, number
-    if op not in ("add", "sub", "neg"):
+def _band(program: Program, at: int) -> Band | None:
+    """The band of a comparison of i - j, or of |i - j|, with a constant."""
+    value = program.values[at]
+    if value.op == "not":
+        opposite = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge"}
+        inner = program.values[value.args[0]]
+        if inner.op not in opposite:
+            return None
+        value = inner._replace(op=opposite[inner.op])
+    if value.op not in ("ge", "gt", "le", "lt") or _is_float(program, value):
         return None
-    parts = [_affine(program, x) for x in args]
-    if any(x is None for x in parts):
+    x, y = value.args if value.op in ("ge", "gt") else reversed(value.args)  # x >= y, or x > y
+    strict = value.op in ("gt", "lt")
+    inner, limit = program.values[y], program.values[x].number
+    if inner.op == "abs" and isinstance(limit, int):  # limit >= |i - j + c|
+        form, width = difference(program, inner.args[0], None), limit - strict
+        if form is None or form[0] != -form[1] or abs(form[0]) != 1:
+            return None
+        c = form[2] * form[0]  # of i - j + c
+        return width - c, width + c
+    form = difference(program, x, y)
+    if form is None or form[0] != -form[1] or abs(form[0]) != 1:
         return None
-    first, *rest = parts
-    signs = {"add": 1, "sub": -1}
-    if op == "neg":
-        return tuple(-x for x in first)  # ty: ignore
-    return tuple(x + signs[op] * y for x, y in zip(first, rest[0]))  # ty: ignore
+    c = form[2] - strict  # i - j + c >= 0, or j - i + c >= 0
+    return (None, c) if form[0] == 1 else (c, None)
+
+
+def _is_float(program: Program, value: Value) -> bool:
+    return program.values[value.args[0]].kind == "float"
+
+
+def _always(program: Program, at: int) -> bool:
+    """Whether a value is true of all indices, which are at least 0."""
+    value = program.values[at]
+    if value.op == "constant":
+        return value.number is True
+    if value.op not in ("ge", "gt", "le", "lt") or _is_float(program, value):
+        return False
+    x, y = value.args if value.op in ("ge", "gt") else reversed(value.args)
+    form = difference(program, x, y)
+    if form is None:
+        return False
+    return form[0] >= 0 and form[1] >= 0 and form[2] - (value.op in ("gt", "lt")) >= 0
+
+
+def _lengths(leaf: Program, tensors, shape: Shape, dtype) -> Tensor | None:
+    """The lengths of a mask of keys that shows the first ones, for each item."""
+    b, j = torch.arange(shape.batch)[:, None], torch.arange(shape.keys)
+    seen = _known(leaf, tensors, b=b, j=j, dtype=dtype)
+    if seen is None:
+        return None
+    seen = seen.expand(shape.batch, shape.keys)
+    lengths = seen.sum(1)
+    return lengths if torch.equal(seen, j < lengths[:, None]) else None
+
+
+def _documents(program: Program, at: int, tensors, shape: Shape, dtype) -> Tensor | None:
+    """The offsets of documents of f(i) == f(j), where equal values stand side by side."""
+    value = program.values[at]
+    if value.op != "eq" or shape.rows != shape.keys or not shape.rows:
+        return None
+    sides = [part(program, x) for x in value.args]
+    reads = [inputs_of(x) - {"b"} for x in sides]
+    if sorted(map(tuple, reads)) != [("i",), ("j",)]:
+        return None
+    if shape.batch != 1 and any("b" in inputs_of(x) for x in sides):
+        return None
+    n = torch.arange(shape.keys)
+    x, y = (_known(side, tensors, i=n, j=n, dtype=dtype) for side in sides)
+    if x is None or y is None or not torch.equal(x, y):
+        return None
+    starts = torch.nonzero(x[1:] != x[:-1]).flatten() + 1
+    if torch.unique(x).numel() != starts.numel() + 1:
+        return None
+    ends = torch.tensor([0]), torch.tensor([shape.keys])
+    return torch.cat([ends[0], starts, ends[1]])
+
+
+def _of_score(found, score, tensors, shape, dtype, causal, cap, slopes) -> Structure:
+    at = len(score.values) - 1
+    value = score.values[at]
+    if slopes and value.op in ("add", "sub"):
+        pairs = [value.args] if value.op == "sub" else [value.args, value.args[::-1]]
+        for x, bias in pairs:
+            if "score" in inputs_of(part(score, bias)):
+                continue
+            alibi = _slopes(score, bias, tensors, shape, dtype, causal)
+            if alibi is not None:
+                alibi = -alibi if value.op == "add" else alibi
+                found, at = found._replace(alibi=alibi), x
+                break
+    if cap:
+        inner, number = cap_at(score, at)
+        if inner is not None:
+            found, at = found._replace(softcap=number), inner
+    if score.values[at].op != "score":
+        found = found._replace(score=part(score, at))
+    return found
+
+
+def _slopes(program: Program, at: int, tensors, shape, dtype, causal: bool) -> Tensor | None:
+    """The slopes s of a bias s |i - j|, where one factor reads h alone and one is a distance."""
+    sign, factors, todo = 1.0, [], [at]
+    while todo:
+        value = program.values[here := todo.pop()]
+        if value.op == "neg":
+            sign, todo = -sign, [*todo, value.args[0]]
+        elif value.op == "mul":
+            todo.extend(value.args)
+        else:
+            factors.append(here)
+    signs = [_distance(program, x, causal) for x in factors]
+    if len(factors) != 2 or sum(x is not None for x in signs) != 1:
+        return None
+    distance = next(x for x in signs if x is not None)
+    (slope,) = (part(program, x) for x, is_distance in zip(factors, signs) if is_distance is None)
+    if not inputs_of(slope) <= {"h"} or slope.kind != "float":
+        return None
+    known = _known(slope, tensors, h=torch.arange(shape.heads), dtype=dtype)
+    return None if known is None else sign * distance * known.expand(shape.heads)
+
+
+def _distance(program: Program, at: int, causal: bool) -> float | None:
+    """1 of |i - j|, or of i - j under causal; -1 of its negative; None of all else."""
+    value = program.values[at]
+    absolute = False
+    while value.op in ("abs", "to_float"):
+        absolute = absolute or value.op == "abs"
+        at = value.args[0]
+        value = program.values[at]
+    if value.kind != "int":
+        return None
+    form = difference(program, at, None)
+    if form is None or form not in ((1, -1, 0), (-1, 1, 0)):
+        return None
+    if absolute:
+        return 1.0
+    return float(form[0]) if causal else None
+
+
+def cap_at(program: Program, at: int) -> tuple[int | None, float]:
+    """x and c of c tanh(x / c); (None, 0) of all else."""
+    value = program.values[at]
+    if value.op != "mul":
+        return None, 0.0
+    for x, y in (value.args, value.args[::-1]):
+        c, tanh = program.values[x].number, program.values[y]
+        if c is None or not 0 < c < float("inf") or tanh.op != "tanh":
+            continue
+        inner = program.values[tanh.args[0]]
+        numbers = [program.values[z].number for z in inner.args]
+        if inner.op == "div" and numbers[1] == c:
+            return inner.args[0], float(c)
+        for this, other in ((0, 1), (1, 0)):
+            if inner.op == "mul" and numbers[this] is not None and numbers[this] == 1 / c:
+                return inner.args[other], float(c)
+    return None, 0.0

@@ -1,345 +1,233 @@
-"""Trace a score_mod or mask_mod to a program, by calling it once with symbols.
-
-A symbol stands for the score or an index. Its operators, its methods and torch's functions of it
-append values to the program; a mode of `__torch_function__` sees captured tensors that a symbol
-indexes. Tracing takes microseconds, so nothing is cached.
-"""
+"""Tracing: run a score_mod or mask_mod once on symbols, and keep what it did as a program."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .operators import OPERATORS, canonical, kind_of
-from .program import BOOL, FLOAT, INPUTS, INT, Builder, Program, Value
+from .functions import call
+from .program import Program, Value, without_unused
+from .symbols import Symbol, Table, Trace, indexed, kind_of, refused
 
-HERE, TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
-DTYPES = {FLOAT: torch.float32, INT: torch.int32, BOOL: torch.bool}
-INDICES = ("b", "h", "i", "j")
+GETITEM = torch.Tensor.__getitem__
+SETITEM = torch.Tensor.__setitem__
+# A 0-d tensor that these make inside of the function is a number of the program.
+MAKERS = frozenset(("tensor", "scalar_tensor", "full", "zeros", "ones", "as_tensor", "asarray"))
 
 
 class Traced(NamedTuple):
-    """A program, and the tensors that its function captured."""
+    """State a traced function.
+
+    Args:
+        program: What it does.
+        tensors: The tensors that it captures, in the order of `program.captured`.
+    """
 
     program: Program
     tensors: tuple[Tensor, ...]
 
 
-def trace_score_mod(function: Callable[..., Any], device: torch.device | None = None) -> Traced:
-    """Trace score_mod(score, b, h, i, j) -> score.
-
-    Args:
-        function: A function of one number for each argument. It may capture tensors, which it
-            indexes by b, h, i, j and by expressions of them.
-        device: What the arguments say of their device.
-
-    Returns:
-        The program and the captured tensors.
-
-    Raises:
-        TypeError: It branches on an argument, takes other arguments, or returns no number.
-        NotImplementedError: It uses an operation that programs do not have.
-        IndexError: A constant index is out of range.
-    """
-    return _trace(function, ("score", *INDICES), FLOAT, device)
-
-
-def trace_mask_mod(function: Callable[..., Any], device: torch.device | None = None) -> Traced:
-    """Trace mask_mod(b, h, i, j) -> bool, True where row i may attend to key j; see
-    `trace_score_mod`."""
-    return _trace(function, INDICES, BOOL, device)
-
-
-def merge(*all_traced: Traced | None) -> tuple[list[Program | None], tuple[Tensor, ...]]:
-    """Give several programs one list of captured tensors, each tensor once."""
-    tensors: list[Tensor] = []
-    numbered = []
-    for traced in all_traced:
-        numbers = {}
-        for old, x in enumerate(traced.tensors if traced else ()):
-            same = [at for at, y in enumerate(tensors) if y is x]
-            numbers[old] = same[0] if same else len(tensors)
-            if not same:
-                tensors.append(x)
-        numbered.append(numbers)
-    captured = tuple((kind_of(x), x.ndim) for x in tensors)
-    programs = [
-        traced and Program(tuple(_renumbered(v, numbers) for v in traced.program.values), captured)
-        for traced, numbers in zip(all_traced, numbered)
-    ]
-    return programs, tuple(tensors)
-
-
-def _renumbered(value: Value, numbers: dict[int, int]) -> Value:
-    return value if value.tensor is None else value._replace(tensor=numbers[value.tensor])
-
-
-def _trace(
-    function: Callable[..., Any], inputs: tuple[str, ...], kind: str, device: torch.device | None
-) -> Traced:
-    what = "score_mod" if kind == FLOAT else "mask_mod"
-    expected = f"expected {what}({', '.join(inputs)})"
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{what}: got a call inside of torch.compile, expected one outside: put "
-            "torch.compiler.disable around it"
-        )
-    try:
-        inspect.signature(function).bind(*inputs)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{what}: got {function!r}, {expected}: {error}") from None
-    trace = Trace(what, device or torch.device("cpu"))
-    symbols = [Symbol(trace, trace.builder.add(Value(x, (), INPUTS[x]))) for x in inputs]
-    with _Mode(trace):
-        result = function(*symbols)
-    at = trace.result(result, kind)
-    captured = tuple((kind_of(x), x.ndim) for x in trace.tensors)
-    return Traced(trace.builder.program(at, captured), tuple(trace.tensors))
-
-
-class Trace:
-    """One tracing: the values so far, and the captured tensors."""
-
-    def __init__(self, what: str, device: torch.device):
-        self.what, self.device = what, device
-        self.builder = Builder()
-        self.tensors: list[Tensor] = []
-
-    def fail(self, error: type[Exception], said: str) -> NoReturn:
-        """Raise an error that names the line of the user's code."""
-        raise error(f"{self.what}{_place()}: {said}")
-
-    def call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Append torch's function or method of this name. It has a symbol among its arguments."""
-        name, swapped = canonical(name)
-        if name == "getitem":
-            return self.index(*args)
-        operator = OPERATORS.get(name)
-        if name in ("item", "tolist", "numpy"):
-            self.fail(TypeError, f"got {name}(), expected arithmetic: no value is known yet")
-        if name.endswith("_"):
-            self.fail(NotImplementedError, f"got {name}, which works in place; expected x = ...")
-        if operator is None:
-            self.fail(
-                NotImplementedError,
-                f"got {name}, which programs do not have; expected arithmetic, comparisons, logic, "
-                f"torch.where, or one of {', '.join(sorted(OPERATORS))}",
-            )
-        if swapped:
-            args = (args[1], args[0])
-        try:
-            found = operator(self, *args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ and error.__traceback__.tb_next is None:  # its arguments
-                self.fail(TypeError, f"{name} got arguments that programs do not have: {error}")
-            raise
-        return Symbol(self, found) if isinstance(found, int) else found
-
-    def value(self, x: Any) -> int:
-        """The number of an operand's value: a symbol, a Python number or a tensor of one number."""
-        if isinstance(x, Symbol):
-            return x._at
-        if isinstance(x, Rows):
-            left = x._indices.count(None)
-            self.fail(TypeError, f"got a captured tensor with {left} dimensions left to index")
-        if isinstance(x, Tensor):
-            if x.ndim:
-                self.fail(
-                    TypeError,
-                    f"got a tensor of shape {tuple(x.shape)} as an operand, expected one number: "
-                    "index it by b, h, i and j",
-                )
-            return self.load(x, ())
-        if isinstance(x, (bool, int, float)):
-            return self.builder.constant(x)
-        if hasattr(x, "item") and not getattr(x, "shape", ()):  # a numpy scalar
-            return self.builder.constant(x.item())
-        self.fail(TypeError, f"got {type(x).__name__} as an operand, expected a number")
-
-    def kind(self, at: int) -> str:
-        return self.builder.values[at].kind
-
-    def load(self, x: Tensor, indices: tuple[int, ...]) -> int:
-        if x.is_complex() or x.layout != torch.strided:
-            self.fail(TypeError, f"got a captured tensor of {x.dtype}, expected dense real numbers")
-        same = [at for at, y in enumerate(self.tensors) if y is x]
-        if not same:
-            self.tensors.append(x)
-        number = same[0] if same else len(self.tensors) - 1
-        return self.builder.add(Value("load", indices, kind_of(x), tensor=number))
-
-    def index(self, x: Any, index: Any) -> Any:
-        """Index a captured tensor, or what is left of one."""
-        if isinstance(x, Symbol):
-            self.fail(TypeError, "got an index of a number; only captured tensors have indices")
-        rows = x if isinstance(x, Rows) else Rows(self, x, (None,) * x.ndim)
-        items = list(index) if isinstance(index, tuple) else [index]
-        free = [at for at, known in enumerate(rows._indices) if known is None]
-        if Ellipsis in [item for item in items if not isinstance(item, (Symbol, Tensor))]:
-            at = next(at for at, item in enumerate(items) if item is Ellipsis)
-            items[at : at + 1] = [slice(None)] * (len(free) - len(items) + 1)
-        if len(items) > len(free):
-            shape = tuple(rows._tensor.shape)
-            self.fail(IndexError, f"got {len(items)} indices for {len(free)} dimensions of {shape}")
-        indices = list(rows._indices)
-        for dim, item in zip(free, items):
-            if isinstance(item, slice) and item == slice(None):
-                continue
-            indices[dim] = self._index(item, rows._tensor.shape[dim])
-        if None in indices:
-            return Rows(self, rows._tensor, tuple(indices))
-        return Symbol(self, self.load(rows._tensor, tuple(x for x in indices if x is not None)))
-
-    def _index(self, item: Any, size: int) -> int:
-        if isinstance(item, (bool, slice)) or item is None:
-            self.fail(TypeError, f"got the index {item!r}, expected a whole number or ':'")
-        if isinstance(item, int):
-            if not -size <= item < size:
-                self.fail(IndexError, f"got the index {item}, expected one in [{-size}, {size})")
-            item %= size
-        at = self.value(item)
-        if self.kind(at) != INT:
-            self.fail(TypeError, f"got an index of kind {self.kind(at)}, expected a whole number")
-        return at
-
-    def result(self, x: Any, kind: str) -> int:
-        if x is None:
-            self.fail(TypeError, f"got None as its result, expected a {kind}")
-        at = self.value(x)
-        if kind == BOOL and self.kind(at) != BOOL:
-            self.fail(TypeError, f"got a result of kind {self.kind(at)}, expected bool")
-        return self.builder.cast(at, kind)
-
-
 class _Mode(TorchFunctionMode):
-    """Sees torch's functions of symbols, captured tensors that symbols index among them."""
+    """Take torch's functions that get a symbol. All others run as they are."""
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if _mentions(args) or (kwargs and _mentions(tuple(kwargs.values()))):
-            return self.trace.call(func.__name__, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func, types, args: tuple = (), kwargs=None):
+        kwargs = kwargs or {}
+        if func is GETITEM:
+            tensor, key = args[0], args[1]
+            if isinstance(tensor, Tensor) and _symbolic(key):
+                return indexed(self.trace, tensor, (None,) * tensor.dim(), key)
+            return func(*args)
+        if Symbol in types or Table in types or _symbolic(args) or _symbolic(kwargs.values()):
+            if func is SETITEM:
+                raise refused(TypeError, "a score_mod or mask_mod may not change a captured tensor")
+            return call(self.trace, func.__name__, args, kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dim() == 0:
+            self._literal(func, (*args, *kwargs.values()), result)
+        return result
+
+    def _literal(self, f: Callable, args: tuple, result: Tensor) -> None:
+        known = self.trace.literals
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        made = not tensors and getattr(f, "__name__", "") in MAKERS
+        derived = bool(tensors) and all(id(x) in known for x in tensors)
+        if (made or derived) and result.device.type == "cpu" and not result.requires_grad:
+            known[id(result)] = result
+        else:  # changed in place, by a captured tensor
+            known.pop(id(result), None)
 
 
-def _mentions(args: tuple) -> bool:
-    return any(
-        isinstance(x, (Symbol, Rows)) or (isinstance(x, (tuple, list)) and _mentions(tuple(x)))
-        for x in args
+def _symbolic(args) -> bool:
+    """Whether a symbol or a part of a captured tensor is among the arguments."""
+    if isinstance(args, (Symbol, Table)):
+        return True
+    if isinstance(args, Tensor):
+        return False
+    try:
+        return any(
+            isinstance(x, (Symbol, Table)) or (isinstance(x, (tuple, list)) and _symbolic(x))
+            for x in args
+        )
+    except TypeError:
+        return False
+
+
+def trace_score_mod(
+    fn: Callable, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Traced:
+    """Return a score_mod as a program, with the tensors that it captures.
+
+    Args:
+        fn: A function (score, b, h, i, j) -> score of 0-d tensors.
+        device: What `device` of a symbol is.
+        dtype: What `dtype` of the score is.
+
+    Raises:
+        TypeError: The function branches on an index or a score, takes other arguments, or
+            returns no single number. The message has the line of the function.
+        IndexError: A captured tensor has too many indices.
+        NotImplementedError: The function has an operator that no program has.
+
+    Example:
+        >>> traced = trace_score_mod(lambda score, b, h, i, j: score - abs(i - j))
+        >>> [value.op for value in traced.program.values]
+        ['score', 'i', 'j', 'sub', 'abs', 'to_float', 'sub']
+    """
+    trace, result = _run(fn, ("score", "b", "h", "i", "j"), device, dtype)
+    return _traced(trace, trace.cast(_returned(trace, fn, result), "float"))
+
+
+def trace_mask_mod(fn: Callable, *, device: torch.device | str = "cpu") -> Traced:
+    """Return a mask_mod as a program, with the tensors that it captures.
+
+    Args:
+        fn: A function (b, h, i, j) -> bool of 0-d tensors, True where a row sees a key.
+        device: What `device` of a symbol is.
+
+    Raises:
+        TypeError: The function returns no bool; or as trace_score_mod.
+        IndexError: A captured tensor has too many indices.
+        NotImplementedError: The function has an operator that no program has.
+    """
+    trace, result = _run(fn, ("b", "h", "i", "j"), device, torch.float32)
+    symbol = _returned(trace, fn, result)
+    if symbol.kind != "bool":
+        raise TypeError(
+            f"{_where(fn)}: a mask_mod returns a bool (True: seen), got a value of kind "
+            f"{symbol.kind}: write a comparison, such as (x != 0)"
+        )
+    return _traced(trace, symbol)
+
+
+def _run(fn: Callable, names: tuple[str, ...], device, dtype) -> tuple[Trace, object]:
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "a score_mod or mask_mod is not traced inside of torch.compile: trace it outside"
+        )
+    trace = Trace(torch.device(device), dtype)
+    inputs = [trace.input(name) for name in names]
+    with _Mode(trace):
+        try:
+            return trace, fn(*inputs)
+        except TypeError as error:
+            _check_arguments(fn, names, error)
+            raise
+
+
+def _check_arguments(fn: Callable, names: tuple[str, ...], error: TypeError) -> None:
+    """Raise with a sentence if the function does not take `names`."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        what = "score_mod" if names[0] == "score" else "mask_mod"
+        wanted = ", ".join(names)
+        raise TypeError(
+            f"{_where(fn)}: a {what} takes ({wanted}), got a function of {signature}"
+        ) from error
+
+
+def _where(fn: Callable) -> str:
+    code = getattr(fn, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(fn)
+
+
+def _returned(trace: Trace, fn: Callable, result: object) -> Symbol:
+    """The symbol of what the function returned."""
+    if isinstance(result, (Symbol, bool, int, float)):
+        return trace.lift(result)
+    if isinstance(result, Tensor) and result.dim() == 0:
+        return trace.load(result)
+    got = type(result).__name__
+    if isinstance(result, Tensor):
+        got = f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, Table):
+        got = result.described()
+    raise TypeError(
+        f"{_where(fn)}: a score_mod or mask_mod returns one value for one pair of a row and a key, "
+        f"got {got}: return a 0-d result, and index captured tensors in every dimension"
     )
 
 
-class _Traced:
-    """What symbols and partly indexed tensors share: operators, methods, torch's functions."""
-
-    _trace: Trace
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, _Traced)]
-        if not found:  # inside of a list
-            raise NotImplementedError(f"{func.__name__} of a list of symbols")
-        return found[0]._trace.call(func.__name__, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in OPERATORS or name.endswith("_") or name in ("item", "tolist", "numpy"):
-            return lambda *args, **kwargs: self._trace.call(name, (self, *args), kwargs)
-        self._trace.fail(NotImplementedError, f"got the attribute {name}, which symbols lack")
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._trace.index(self, index)
-
-    def __bool__(self) -> bool:
-        self._refuse(
-            "a branch on an index or a score", "torch.where, or & and | between conditions"
-        )
-
-    def __int__(self) -> int:
-        self._refuse("an index or a score as a Python int", "arithmetic on it")
-
-    __index__ = __int__
-
-    def __float__(self) -> float:
-        self._refuse("an index or a score as a Python float", "torch's functions, not math's")
-
-    def __len__(self) -> int:
-        self._refuse("len() of a number", "sizes of captured tensors")
-
-    def __iter__(self):
-        self._refuse("a loop over a number", "a loop over a Python range")
-
-    def _refuse(self, got: str, expected: str) -> NoReturn:
-        self._trace.fail(TypeError, f"got {got}, expected {expected}: no value is known yet")
-
-    __hash__ = object.__hash__
+def _traced(trace: Trace, result: Symbol) -> Traced:
+    captured = tuple((kind_of(x.dtype), x.dim()) for x in trace.tensors)
+    program = trace.builder.program(result.at, captured)
+    return Traced(*without_unused(program, tuple(trace.tensors)))
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *args: self._trace.call(name, (self, *args), {})
+def merge(
+    score: Traced | None, mask: Traced | None
+) -> tuple[Program | None, Program | None, tuple[Tensor, ...]]:
+    """Give a score_mod and a mask_mod one list of captured tensors.
+
+    A tensor that both capture is there once: the same object, or the same part of a storage
+    where neither requires a gradient. Both programs have the list as their `captured`.
+
+    Returns:
+        The score_mod's program, the mask_mod's, and the captured tensors.
+    """
+    tensors: list[Tensor] = []
+    numbers: list[list[int]] = []
+    for traced in (score, mask):
+        mine = []
+        for x in traced.tensors if traced else ():
+            at = next((at for at, y in enumerate(tensors) if _is_same(x, y)), len(tensors))
+            if at == len(tensors):
+                tensors.append(x)
+            mine.append(at)
+        numbers.append(mine)
+    captured = tuple((kind_of(x.dtype), x.dim()) for x in tensors)
+    programs = [
+        traced and Program(_renamed(traced.program.values, mine), captured)
+        for traced, mine in zip((score, mask), numbers)
+    ]
+    return programs[0], programs[1], tuple(tensors)
 
 
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-_BINARY += ("and", "or", "xor", "lshift", "rshift")
-for _name in _BINARY:
-    setattr(_Traced, f"__{_name}__", _operator(f"__{_name}__"))
-    setattr(_Traced, f"__r{_name}__", _operator(f"__r{_name}__"))
-for _name in ["ge", "gt", "le", "lt", "eq", "ne", "neg", "invert", "abs", "pos"]:
-    setattr(_Traced, f"__{_name}__", _operator(f"__{_name}__"))
+def _renamed(values: Sequence[Value], numbers: list[int]) -> tuple[Value, ...]:
+    return tuple(x if x.tensor is None else x._replace(tensor=numbers[x.tensor]) for x in values)
 
 
-class Symbol(_Traced):
-    """A number that is not known yet: value `at` of a trace."""
-
-    def __init__(self, trace: Trace, at: int):
-        self._trace, self._at = trace, at
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self._trace.kind(self._at)]
-
-    @property
-    def device(self) -> torch.device:
-        return self._trace.device
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size()
-
-    ndim, requires_grad = 0, False
-
-    def __repr__(self) -> str:
-        return f"<a number of kind {self._trace.kind(self._at)} in a {self._trace.what}>"
-
-
-class Rows(_Traced):
-    """A captured tensor of which some dimensions are indexed."""
-
-    def __init__(self, trace: Trace, tensor: Tensor, indices: tuple[int | None, ...]):
-        self._trace, self._tensor, self._indices = trace, tensor, indices
-
-    @property
-    def shape(self) -> torch.Size:
-        sizes = zip(self._tensor.shape, self._indices)
-        return torch.Size(size for size, index in sizes if index is None)
-
-
-def _place() -> str:
-    """ " at file:line" of the innermost frame outside of this package and torch."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((HERE, TORCH)):
-            return f" at {file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    if x is y:
+        return True
+    if x.requires_grad or y.requires_grad or x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if x.device != y.device or x.stride() != y.stride():
+        return False
+    try:
+        return x.data_ptr() == y.data_ptr() != 0
+    except RuntimeError:  # a tensor without data, or one that torch wraps
+        return False

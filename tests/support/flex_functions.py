@@ -94,7 +94,7 @@ SCORE_MODS = {
     "graph": lambda s, b, h, i, j: s + OF_DISTANCE[h, DISTANCES[i, j]],
     "hidden keys": lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf")),
     "hidden keys, turned": lambda s, b, h, i, j: torch.where(i < j, -float("inf"), s + h),
-    "a scale for each key": lambda s, b, h, i, j: s - (j % 3).float().log1p(),
+    "a scale for each key": lambda s, b, h, i, j: s - (1 + j % 3).float().log(),
 }
 GENERAL = {
     "a scale for each head": lambda s, b, h, i, j: s * SCALES[h],

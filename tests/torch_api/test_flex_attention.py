@@ -217,8 +217,20 @@ def test_bits_are_those_of_the_same_mask():
     assert torch.equal(found, fastattn.attention(q, k, v, mask=shown))
 
 
-def test_a_band_is_no_mask(monkeypatch):
-    """Structure costs no memory: `attend` gets a window, and no mask."""
+STRUCTURE = {  # score_mod, mask_mod: what `attend` gets
+    "a band": ("softcap", "window", dict(window=(9, 0), softcap=5.0)),
+    "lengths": ("the score", "padding", dict(key_lengths=torch.tensor([41, 50]))),
+    "slopes": (
+        "slopes of heads",
+        "causal",
+        dict(window=(None, 0), alibi_slopes=2.0 ** -(torch.arange(1.0, H + 1) * 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_structure_costs_no_memory(name, monkeypatch):
+    """`attend` gets arguments, and no mask."""
     seen = {}
     whole = flex.attend
 
@@ -227,10 +239,14 @@ def test_a_band_is_no_mask(monkeypatch):
         return whole(*args, **kwargs)
 
     monkeypatch.setattr(flex, "attend", attend)
-    fastattn.flex_attention(
-        *tensors(), SCORE_MODS["softcap"], enable_gqa=True, mask_mod=MASK_MODS["window"]
-    )
-    assert (seen["mask"], seen["window"], seen["softcap"]) == (None, (9, 0), 5.0)
+    score, mask, expected = STRUCTURE[name]
+    given, functions = tensors(N=50), (SCORE_MODS[score], MASK_MODS[mask])
+    out = fastattn.flex_attention(*given, functions[0], enable_gqa=True, mask_mod=functions[1])
+    assert seen["mask"] is None
+    for argument, value in expected.items():
+        found = seen[argument]
+        assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+    close(out, exact(*given, *functions)[0], torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)], ids=str)
@@ -290,6 +306,21 @@ def test_a_captured_tensor_changed_in_place_raises():
         given[1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["a bias", "of the oracle"])
+def test_an_index_out_of_range_at_hidden_pairs(form):
+    """The row of a table ends where the band does."""
+    table = torch.randn(M)
+    score_mod = {
+        "a bias": lambda s, b, h, i, j: s + table[i - j],
+        "of the oracle": lambda s, b, h, i, j: s * table[i - j],
+    }[form]
+    given = tensors(N=M + 4)
+    out = fastattn.flex_attention(*given, score_mod, enable_gqa=True, mask_mod=MASK_MODS["causal"])
+    assert not out.isnan().any()
+    with pytest.raises(IndexError, match="out of range"):
+        fastattn.flex_attention(*given, score_mod, enable_gqa=True)
 
 
 # -- refused ---------------------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""Take a score_mod apart into softcap(score) + bias, for kernels that have a softcap and a mask."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .program import Program, Value
+from .recognition import cap_at, part
+
+HIDDEN = -float("inf")
+
+
+class Sum(NamedTuple):
+    """A score_mod as softcap(score) + bias, and -inf where `mask` is false.
+
+    softcap: c of c tanh(score / c), or None.
+    bias: a float program that reads no score, or None.
+    mask: a bool program that reads no score, or None.
+    """
+
+    softcap: float | None = None
+    bias: Program | None = None
+    mask: Program | None = None
+
+
+def as_sum(program: Program) -> Sum | None:
+    """Take a score_mod apart. None if it is not of that form."""
+    values = list(program.values)
+    of_score = _dependent(program)
+    terms: list[int] = []
+    conditions: list[int] = []
+    at = len(values) - 1
+
+    def emit(op: str, *args: int, kind: str = "float") -> int:
+        values.append(Value(op, args, kind))
+        return len(values) - 1
+
+    while True:
+        op, args = values[at].op, values[at].args
+        own = [x for x in args if x in of_score]
+        inner, cap = cap_at(program, at)
+        if op == "score" or (inner is not None and values[inner].op == "score"):
+            break
+        if op == "add" and len(own) == 1:
+            (at,) = own
+            terms.append(next(x for x in args if x != at))
+        elif op == "sub" and own == [args[0]]:
+            at = own[0]
+            terms.append(emit("neg", args[1]))
+        elif op == "where" and len(own) == 1 and args[0] not in of_score:
+            shown = args.index(own[0]) == 1
+            other = values[args[2 if shown else 1]]
+            if other.op != "constant" or other.number != HIDDEN:
+                return None
+            at = own[0]
+            conditions.append(args[0] if shown else emit("not", args[0], kind="bool"))
+        else:
+            return None
+    joined = []
+    for op, kind, found in (("add", "float", terms), ("and", "bool", conditions)):
+        while len(found) > 1:
+            found.append(emit(op, found.pop(), found.pop(), kind=kind))
+        joined.append(found[0] if found else None)
+    whole = Program(tuple(values), program.captured)
+    bias, mask = (None if x is None else part(whole, x) for x in joined)
+    return Sum(cap if inner is not None else None, bias, mask)
+
+
+def _dependent(program: Program) -> set[int]:
+    """The values that depend on the score."""
+    found: set[int] = set()
+    for at, value in enumerate(program.values):
+        if value.op == "score" or found.intersection(value.args):
+            found.add(at)
+    return found
+
+
+def conjunction(*programs: Program | None) -> Program | None:
+    """The program that is true where all of these are. They capture the same tensors."""
+    values: list[Value] = []
+    result, captured = None, ()
+    for program in filter(None, programs):
+        first = len(values)
+        moved = (x._replace(args=tuple(first + at for at in x.args)) for x in program.values)
+        values += moved
+        last, captured = len(values) - 1, program.captured
+        if result is None:
+            result = last
+        else:
+            values.append(Value("and", (result, last), "bool"))
+            result = len(values) - 1
+    return None if result is None else Program(tuple(values), captured)

@@ -1,0 +1,244 @@
+"""Arithmetic of symbols, as torch has it."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from .registry import FUNCTIONS, known_as, pair
+from .symbols import Symbol, Trace, refused
+
+
+def _unary(op: str, least: str, t: Trace, input) -> Symbol:
+    x = t.lift(input, op)
+    if least == "int" and x.kind == "bool":
+        raise refused(TypeError, f"{op} of a bool: write .to(torch.int64) first")
+    return t.emit(op, *t.promoted(x, least=least))
+
+
+for _op in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf"):
+    FUNCTIONS[_op] = partial(_unary, _op, "float")
+for _op in ("neg", "abs", "sign"):
+    FUNCTIONS[_op] = partial(_unary, _op, "int")
+for _alias, _op in dict(
+    negative="neg", absolute="abs", sgn="sign", expit="sigmoid", special_exp2="exp2"
+).items():
+    FUNCTIONS[_alias] = FUNCTIONS[_op]
+
+
+def _rounded(op: str, t: Trace, input, *, decimals: int = 0) -> Symbol:
+    if decimals:
+        raise refused(NotImplementedError, f"{op} with decimals: multiply, {op}, then divide")
+    x = t.lift(input, op)
+    return t.emit(op, x) if x.kind == "float" else x
+
+
+for _op in ("floor", "ceil", "trunc", "round"):
+    FUNCTIONS[_op] = partial(_rounded, _op)
+FUNCTIONS["fix"] = FUNCTIONS["trunc"]
+
+
+@known_as("add", "radd", "iadd")
+def add(t: Trace, input, other, *, alpha=1) -> Symbol:
+    x, y = pair(t, "add", input, other)
+    if not (isinstance(alpha, int) and alpha == 1):
+        y = mul(t, y, alpha)
+        x, y = t.promoted(x, y)
+    return t.emit("or" if x.kind == "bool" else "add", x, y)
+
+
+@known_as("sub", "isub", "subtract")
+def sub(t: Trace, input, other, *, alpha=1) -> Symbol:
+    x, y = pair(t, "sub", input, other)
+    if x.kind == "bool":
+        raise refused(TypeError, "a bool minus a bool: use ^ (logical_xor), or .to(torch.int64)")
+    if not (isinstance(alpha, int) and alpha == 1):
+        x, y = t.promoted(x, mul(t, y, alpha))
+    return t.emit("sub", x, y)
+
+
+@known_as("rsub")
+def rsub(t: Trace, input, other, *, alpha=1) -> Symbol:
+    return sub(t, other, input, alpha=alpha)
+
+
+@known_as("mul", "rmul", "imul", "multiply")
+def mul(t: Trace, input, other) -> Symbol:
+    x, y = pair(t, "mul", input, other)
+    return t.emit("and" if x.kind == "bool" else "mul", x, y)
+
+
+@known_as("div", "divide", "true_divide", "truediv", "itruediv", "idiv")
+def div(t: Trace, input, other, *, rounding_mode=None) -> Symbol:
+    if rounding_mode == "floor":
+        return floor_divide(t, input, other)
+    if rounding_mode == "trunc":
+        return _truncated(t, input, other)
+    return t.emit("div", *pair(t, "div", input, other, "float"))
+
+
+@known_as("rtruediv", "rdiv")
+def rdiv(t: Trace, input, other) -> Symbol:
+    return div(t, other, input)
+
+
+@known_as("floordiv", "ifloordiv", "floor_divide")
+def floor_divide(t: Trace, input, other) -> Symbol:
+    return t.emit("floor_div", *pair(t, "floor_divide", input, other, "int"))
+
+
+@known_as("rfloordiv")
+def rfloordiv(t: Trace, input, other) -> Symbol:
+    return floor_divide(t, other, input)
+
+
+@known_as("mod", "imod", "remainder")
+def remainder(t: Trace, input, other) -> Symbol:
+    return t.emit("remainder", *pair(t, "remainder", input, other, "int"))
+
+
+@known_as("rmod")
+def rmod(t: Trace, input, other) -> Symbol:
+    return remainder(t, other, input)
+
+
+def _truncated(t: Trace, input, other) -> Symbol:
+    x, y = pair(t, "div", input, other, "int")
+    if x.kind == "float":
+        return t.emit("trunc", t.emit("div", x, y))
+    size = t.emit("floor_div", t.emit("abs", x), t.emit("abs", y))
+    return t.emit("mul", size, t.emit("mul", t.emit("sign", x), t.emit("sign", y)))
+
+
+@known_as("fmod")
+def fmod(t: Trace, input, other) -> Symbol:
+    x, y = pair(t, "fmod", input, other, "int")
+    size = t.emit("remainder", t.emit("abs", x), t.emit("abs", y))
+    return t.emit("mul", size, t.emit("sign", x))
+
+
+@known_as("pow", "ipow", "float_power")
+def pow(t: Trace, input, exponent) -> Symbol:
+    x, n = t.lift(input, "pow"), t.lift(exponent, "pow")
+    if "float" in (x.kind, n.kind):
+        return t.emit("pow", t.cast(x, "float"), t.cast(n, "float"))
+    base, number = (t.builder.values[v.at].number for v in (x, n))
+    if number is not None and 0 <= number <= 16:
+        x, result = t.cast(x, "int"), t.constant(1)
+        for _ in range(int(number)):
+            result = t.emit("mul", result, x)
+        return result
+    if base is not None and type(base) is int and base == 2:
+        return t.emit("shift_left", t.constant(1), t.cast(n, "int"))
+    raise refused(
+        NotImplementedError, "pow of two ints: write .to(torch.float32), or 2**n, or a small power"
+    )
+
+
+@known_as("rpow")
+def rpow(t: Trace, input, other) -> Symbol:
+    return pow(t, other, input)
+
+
+@known_as("square")
+def square(t: Trace, input) -> Symbol:
+    return mul(t, input, input)
+
+
+@known_as("reciprocal")
+def reciprocal(t: Trace, input) -> Symbol:
+    return div(t, 1.0, input)
+
+
+@known_as("positive", "pos", "clone", "contiguous", "squeeze", "conj", "resolve_conj", "view_as")
+def same(t: Trace, input, *args, **kwargs) -> Symbol:
+    return t.lift(input)
+
+
+@known_as("detach")
+def detach(t: Trace, input) -> Symbol:
+    x = t.lift(input)
+    if x.kind == "float":
+        raise refused(
+            NotImplementedError,
+            "detach of a score or a float: detach the captured tensor outside of the function",
+        )
+    return x
+
+
+@known_as("view", "reshape", "expand", "flatten")
+def reshaped(t: Trace, input, *shape) -> Symbol:
+    if shape and any(tuple(x) if isinstance(x, (tuple, list)) else (x,) for x in shape):
+        raise refused(TypeError, f"a score or an index has the shape (), not {shape}")
+    return t.lift(input)
+
+
+def _extreme(op: str, logical: str, t: Trace, input, other=None) -> Symbol:
+    if other is None:
+        return t.lift(input, op)
+    x, y = pair(t, op, input, other)
+    return t.emit(logical if x.kind == "bool" else op, x, y)
+
+
+for _op, _names, _logical in (
+    ("minimum", ("minimum", "min", "amin"), "and"),
+    ("maximum", ("maximum", "max", "amax"), "or"),
+):
+    known_as(*_names)(partial(_extreme, _op, _logical))
+
+
+@known_as("clamp", "clip", "hardtanh")
+def clamp(t: Trace, input, min=None, max=None, **names) -> Symbol:
+    x = t.lift(input, "clamp")
+    min, max = names.get("min_val", min), names.get("max_val", max)
+    for bound, op, beyond in ((min, "maximum", "lt"), (max, "minimum", "gt")):
+        if bound is None:
+            continue
+        x, limit = t.promoted(x, t.lift(bound, "clamp"), least="int")
+        if x.kind == "int":
+            x = t.emit(op, x, limit)
+        else:  # at a bound, the gradient is that of the input, as torch has it
+            x = t.emit("where", t.emit(beyond, x, limit), limit, x)
+    return x
+
+
+@known_as("clamp_min")
+def clamp_min(t: Trace, input, min) -> Symbol:
+    return clamp(t, input, min)
+
+
+@known_as("clamp_max")
+def clamp_max(t: Trace, input, max) -> Symbol:
+    return clamp(t, input, None, max)
+
+
+@known_as("relu")
+def relu(t: Trace, input, inplace: bool = False) -> Symbol:
+    x = t.lift(input, "relu")
+    (zero,) = t.promoted(t.cast(t.constant(0), x.kind))
+    if x.kind != "float":
+        return _extreme("maximum", "or", t, x, zero)
+    return t.emit("where", t.emit("le", x, zero), zero, x)
+
+
+@known_as("leaky_relu")
+def leaky_relu(t: Trace, input, negative_slope=0.01, inplace: bool = False) -> Symbol:
+    (x,) = t.promoted(t.lift(input, "leaky_relu"), least="float")
+    scaled = mul(t, x, float(negative_slope))
+    return t.emit("where", t.emit("gt", x, t.constant(0.0)), x, scaled)
+
+
+@known_as("silu")
+def silu(t: Trace, input, inplace: bool = False) -> Symbol:
+    return mul(t, input, FUNCTIONS["sigmoid"](t, input))
+
+
+@known_as("gelu")
+def gelu(t: Trace, input, approximate: str = "none") -> Symbol:
+    x = t.cast(t.lift(input, "gelu"), "float")
+    if approximate == "tanh":
+        inner = mul(t, add(t, x, mul(t, mul(t, x, mul(t, x, x)), 0.044715)), math.sqrt(2 / math.pi))
+        gate = t.emit("tanh", t.lift(inner))
+    else:
+        gate = t.emit("erf", mul(t, x, math.sqrt(0.5)))
+    return mul(t, mul(t, x, 0.5), add(t, gate, 1.0))

@@ -1,0 +1,347 @@
+"""Symbols: what a traced function gets in place of a score and of indices."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from .program import Builder
+
+HERE = str(Path(__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+DTYPES = {"int": torch.int64, "bool": torch.bool}
+ORDER = {"bool": 0, "int": 1, "float": 2}
+
+
+def line_of_user() -> str:
+    """The file and line of the innermost call that is neither torch's nor of this folder."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((HERE, TORCH)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
+
+
+def refused(error: type[Exception], sentence: str) -> Exception:
+    """The exception with the line of the user's code before the sentence."""
+    return error(f"{line_of_user()}: {sentence}")
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """The kind of a dtype of torch."""
+    if dtype.is_complex:
+        raise refused(TypeError, f"a score_mod or mask_mod computes no {dtype}: use real numbers")
+    if dtype.is_floating_point:
+        return "float"
+    return "bool" if dtype == torch.bool else "int"
+
+
+class Trace:
+    """Collect one program while a function runs on symbols.
+
+    Args:
+        device: What `device` of a symbol is.
+        dtype: What `dtype` of a float symbol is.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.builder = Builder()
+        self.device, self.dtype = device, dtype
+        self.tensors: list[Tensor] = []
+        self.number: dict[int, int] = {}  # of the captured tensor with this id, which we hold
+        self.literals: dict[int, Tensor] = {}  # 0-d tensors that the function made itself
+
+    def symbol(self, at: int) -> Symbol:
+        return Symbol(self, at, self.builder.values[at].kind)
+
+    def emit(self, op: str, *args: Symbol) -> Symbol:
+        return self.symbol(self.builder.emit(op, *[x.at for x in args]))
+
+    def input(self, name: str) -> Symbol:
+        return self.emit(name)
+
+    def constant(self, number: int | float | bool) -> Symbol:
+        return self.symbol(self.builder.constant(number))
+
+    def capture(self, tensor: Tensor) -> int:
+        """The number of a captured tensor. The same object has one number."""
+        number = self.number.get(id(tensor))
+        if number is None:
+            number = self.number[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return number
+
+    def load(self, tensor: Tensor, index: tuple[Symbol, ...] = ()) -> Symbol:
+        if not index and id(tensor) in self.literals:
+            return self.constant(tensor.item())
+        kind = kind_of(tensor.dtype)
+        args = tuple(x.at for x in index)
+        return self.symbol(self.builder.load(self.capture(tensor), kind, args))
+
+    def lift(self, x: object, name: str = "the result") -> Symbol:
+        """The symbol of an operand: a symbol, a number, or a captured tensor of one element."""
+        if isinstance(x, Symbol):
+            if x.trace is not self:
+                raise refused(ValueError, "a symbol of another call was kept: return it instead")
+            return x
+        if isinstance(x, (bool, int, float)):
+            return self.constant(x)
+        if isinstance(x, Table):
+            raise refused(TypeError, f"{name} got {x.described()}: give an index for each")
+        if isinstance(x, Tensor):
+            if x.dim() == 0:
+                return self.load(x)
+            shape = tuple(x.shape)
+            raise refused(
+                TypeError,
+                f"{name} got a captured tensor of shape {shape}: index it by b, h, i or j first, "
+                "as in bias[h, i, j]",
+            )
+        raise refused(TypeError, f"{name} got {type(x).__name__}: give a number or a tensor")
+
+    def cast(self, x: Symbol, kind: str) -> Symbol:
+        return x if x.kind == kind else self.emit(f"to_{kind}", x)
+
+    def promoted(self, *args: Symbol, least: str = "bool") -> tuple[Symbol, ...]:
+        """The operands, cast to the kind that torch promotes them to."""
+        kind = least
+        for x in args:
+            if ORDER[x.kind] > ORDER[kind]:
+                kind = x.kind
+        return tuple([x if x.kind == kind else self.cast(x, kind) for x in args])
+
+
+class Symbol:
+    """Stand for a 0-d tensor inside a traced function: a score, an index or a value of them."""
+
+    __slots__ = ("at", "kind", "trace")
+    requires_grad = False
+    ndim = 0
+    shape = torch.Size(())
+
+    def __init__(self, trace: Trace, at: int, kind: str) -> None:
+        self.trace, self.at, self.kind = trace, at, kind
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES.get(self.kind) or self.trace.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.trace.device
+
+    @classmethod
+    def __torch_function__(cls, f, types, args=(), kwargs=None):
+        # Reached only without the mode of `tracing`, which handles all of torch's functions.
+        raise refused(
+            TypeError, f"{f.__name__} got a symbol outside of tracing: return it, do not keep it"
+        )
+
+    def __bool__(self) -> bool:
+        raise refused(
+            TypeError,
+            "a score_mod or mask_mod cannot branch on an index or a score (if, and, or, not, "
+            "min(), max()): use torch.where(condition, x, y), & | ~, torch.minimum, torch.maximum",
+        )
+
+    def _number(self, name: str):
+        raise refused(
+            TypeError,
+            f"{name} needs the value of an index or a score, which is not known when a score_mod "
+            "or mask_mod is traced: use torch's operators on it, such as torch.floor or .to(dtype)",
+        )
+
+    def __int__(self) -> int:
+        return self._number("int()")
+
+    def __float__(self) -> float:
+        return self._number("float() or a function of math")
+
+    def __index__(self) -> int:
+        return self._number("an index of a list, a slice or range()")
+
+    def __complex__(self) -> complex:
+        return self._number("complex()")
+
+    def __len__(self) -> int:
+        return self._number("len()")
+
+    def __iter__(self):
+        return self._number("iteration")
+
+    def __round__(self, digits=None):
+        return self._number("round()")
+
+    def __floor__(self):
+        return self._number("math.floor()")
+
+    def __ceil__(self):
+        return self._number("math.ceil()")
+
+    def __trunc__(self):
+        return self._number("math.trunc()")
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def item(self):
+        return self._number(".item()")
+
+    def tolist(self):
+        return self._number(".tolist()")
+
+    def numpy(self):
+        return self._number(".numpy()")
+
+    def dim(self) -> int:
+        return 0
+
+    def numel(self) -> int:
+        return 1
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def is_floating_point(self) -> bool:
+        return self.kind == "float"
+
+    def __repr__(self) -> str:
+        return f"<{self.trace.builder.values[self.at].op} of kind {self.kind}>"
+
+    __hash__ = object.__hash__
+
+
+class Table:
+    """Stand for a captured tensor that lacks some of its indices, as bias[b] does.
+
+    Args:
+        trace: Of the function.
+        tensor: A view of the captured tensor.
+        index: A symbol for each dimension, or None for those that have none yet.
+    """
+
+    __slots__ = ("index", "tensor", "trace")
+
+    def __init__(self, trace: Trace, tensor: Tensor, index: tuple[Symbol | None, ...]) -> None:
+        self.trace, self.tensor, self.index = trace, tensor, index
+
+    @property
+    def free(self) -> list[int]:
+        return [at for at, x in enumerate(self.index) if x is None]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.tensor.shape[at] for at in self.free)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.free)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def described(self) -> str:
+        shape, given = tuple(self.tensor.shape), len(self.index) - self.ndim
+        return f"a captured tensor of shape {shape} with {given} of its {len(self.index)} indices"
+
+    @classmethod
+    def __torch_function__(cls, f, types, args=(), kwargs=None):
+        raise refused(TypeError, f"{f.__name__} got a part of a captured tensor outside of tracing")
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise refused(TypeError, f".{name} of {self.described()}: give an index for each")
+
+    def __getitem__(self, key) -> Symbol | Table:
+        return indexed(self.trace, self.tensor, self.index, key)
+
+    def __bool__(self) -> bool:
+        raise refused(TypeError, f"a branch on {self.described()}: use torch.where")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def indexed(trace: Trace, tensor: Tensor, index: tuple[Symbol | None, ...], key) -> Symbol | Table:
+    """tensor[key], where `index` has the symbols of dimensions that an earlier index took."""
+    free = [at for at, x in enumerate(index) if x is None]
+    keys = list(key) if isinstance(key, tuple) else [key]
+    taken = sum(x is not None and x is not Ellipsis for x in keys)
+    if taken > len(free):
+        shape = tuple(tensor.shape[at] for at in free)
+        raise refused(
+            IndexError,
+            f"too many indices: {taken} for a captured tensor of shape {shape}, which has "
+            f"{len(free)} dimensions",
+        )
+    if sum(x is Ellipsis for x in keys) > 1:
+        raise refused(IndexError, "an index has at most one '...'")
+    rest = [slice(None)] * (len(free) - taken)
+    at = next((at for at, x in enumerate(keys) if x is Ellipsis), len(keys))
+    keys[at : at + 1] = rest
+    # torch applies slices, None and plain ints to the tensor now; symbols are kept.
+    symbols = [_as_symbol(trace, x) for x in keys]
+    plain = iter(zip(keys, symbols))
+    full: list = []
+    new: list[Symbol | None] = []
+
+    def pass_taken(dim: int) -> int:
+        while dim < len(index) and index[dim] is not None:
+            full.append(slice(None))
+            new.append(index[dim])
+            dim += 1
+        return dim
+
+    dim = 0
+    for x, symbol in plain:
+        if x is None:
+            full.append(None)
+            new.append(None)
+            continue
+        dim = pass_taken(dim)
+        if symbol is not None:
+            full.append(slice(None))
+            new.append(symbol)
+        else:
+            full.append(x)
+            if isinstance(x, slice):
+                new.append(None)
+        dim += 1
+    pass_taken(dim)
+    if any(x is None or x != slice(None) for x in full):
+        tensor = tensor[tuple(full)]
+    if any(x is None for x in new):
+        return Table(trace, tensor, tuple(new))
+    return trace.load(tensor, tuple(x for x in new if x is not None))
+
+
+def _as_symbol(trace: Trace, x: object) -> Symbol | None:
+    """The int symbol of one index, or None if it is plain."""
+    if x is None or (isinstance(x, (slice, int)) and not isinstance(x, bool)):
+        if isinstance(x, slice):
+            for bound in (x.start, x.stop, x.step):
+                if isinstance(bound, (Symbol, Table)):
+                    raise refused(TypeError, "a slice by an index: use a number, or torch.where")
+        return None
+    symbol = trace.lift(x, "an index of a captured tensor")
+    if symbol.kind != "int":
+        how = "use torch.where" if symbol.kind == "bool" else "write .to(torch.int64)"
+        raise refused(
+            IndexError, f"an index of a captured tensor is an int, not a {symbol.kind}: {how}"
+        )
+    return symbol
