@@ -164,3 +164,11 @@ def test_folding_means_what_torch_means():
 
 def test_values_are_plain_tuples():
     assert Value("i", (), "int") == ("i", (), "int", None, None)
+
+
+def test_zeros_of_both_signs_are_two_constants():
+    program = trace_score_mod(
+        lambda s, b, h, i, j: torch.where(i == j, -0.0, 0.0 * s + 0.0)
+    ).program
+    got = evaluate(program, (), score=torch.ones(B, H, N, N), **INDICES)
+    assert torch.equal(got.signbit()[0, 0], torch.eye(N).bool())

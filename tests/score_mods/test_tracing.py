@@ -282,3 +282,7 @@ def test_a_number_changed_by_a_captured_tensor_is_captured():
 
     program, tensors = trace_score_mod(mod)
     assert len(tensors) == 2 and all(x.op != "constant" for x in program.values)
+
+
+def test_a_tensor_that_is_indexed_twice_is_captured_once():
+    assert [x is DOCS for x in trace_mask_mod(MASKS["documents"]).tensors] == [True]
