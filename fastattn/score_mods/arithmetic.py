@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 from .registry import FUNCTIONS, known_as, pair
 from .symbols import Symbol, Trace, refused
 
 
-def _unary(op: str, least: str, t: Trace, input) -> Symbol:
+def _unary(op: str, least: str, t: Trace, input: Any) -> Symbol:
     x = t.lift(input, op)
     if least == "int" and x.kind == "bool":
         raise refused(TypeError, f"{op} of a bool: write .to(torch.int64) first")
@@ -26,7 +27,7 @@ for _alias, _op in dict(
     FUNCTIONS[_alias] = FUNCTIONS[_op]
 
 
-def _rounded(op: str, t: Trace, input, *, decimals: int = 0) -> Symbol:
+def _rounded(op: str, t: Trace, input: Any, *, decimals: int = 0) -> Symbol:
     if decimals:
         raise refused(NotImplementedError, f"{op} with decimals: multiply, {op}, then divide")
     x = t.lift(input, op)
@@ -39,7 +40,7 @@ FUNCTIONS["fix"] = FUNCTIONS["trunc"]
 
 
 @known_as("add", "radd", "iadd")
-def add(t: Trace, input, other, *, alpha=1) -> Symbol:
+def add(t: Trace, input: Any, other: Any, *, alpha: Any = 1) -> Symbol:
     x, y = pair(t, "add", input, other)
     if not (isinstance(alpha, int) and alpha == 1):
         y = mul(t, y, alpha)
@@ -48,7 +49,7 @@ def add(t: Trace, input, other, *, alpha=1) -> Symbol:
 
 
 @known_as("sub", "isub", "subtract")
-def sub(t: Trace, input, other, *, alpha=1) -> Symbol:
+def sub(t: Trace, input: Any, other: Any, *, alpha: Any = 1) -> Symbol:
     x, y = pair(t, "sub", input, other)
     if x.kind == "bool":
         raise refused(TypeError, "a bool minus a bool: use ^ (logical_xor), or .to(torch.int64)")
@@ -58,18 +59,18 @@ def sub(t: Trace, input, other, *, alpha=1) -> Symbol:
 
 
 @known_as("rsub")
-def rsub(t: Trace, input, other, *, alpha=1) -> Symbol:
+def rsub(t: Trace, input: Any, other: Any, *, alpha: Any = 1) -> Symbol:
     return sub(t, other, input, alpha=alpha)
 
 
 @known_as("mul", "rmul", "imul", "multiply")
-def mul(t: Trace, input, other) -> Symbol:
+def mul(t: Trace, input: Any, other: Any) -> Symbol:
     x, y = pair(t, "mul", input, other)
     return t.emit("and" if x.kind == "bool" else "mul", x, y)
 
 
 @known_as("div", "divide", "true_divide", "truediv", "itruediv", "idiv")
-def div(t: Trace, input, other, *, rounding_mode=None) -> Symbol:
+def div(t: Trace, input: Any, other: Any, *, rounding_mode: Any = None) -> Symbol:
     if rounding_mode == "floor":
         return floor_divide(t, input, other)
     if rounding_mode == "trunc":
@@ -78,31 +79,31 @@ def div(t: Trace, input, other, *, rounding_mode=None) -> Symbol:
 
 
 @known_as("rtruediv", "rdiv")
-def rdiv(t: Trace, input, other) -> Symbol:
+def rdiv(t: Trace, input: Any, other: Any) -> Symbol:
     return div(t, other, input)
 
 
 @known_as("floordiv", "ifloordiv", "floor_divide")
-def floor_divide(t: Trace, input, other) -> Symbol:
+def floor_divide(t: Trace, input: Any, other: Any) -> Symbol:
     return t.emit("floor_div", *pair(t, "floor_divide", input, other, "int"))
 
 
 @known_as("rfloordiv")
-def rfloordiv(t: Trace, input, other) -> Symbol:
+def rfloordiv(t: Trace, input: Any, other: Any) -> Symbol:
     return floor_divide(t, other, input)
 
 
 @known_as("mod", "imod", "remainder")
-def remainder(t: Trace, input, other) -> Symbol:
+def remainder(t: Trace, input: Any, other: Any) -> Symbol:
     return t.emit("remainder", *pair(t, "remainder", input, other, "int"))
 
 
 @known_as("rmod")
-def rmod(t: Trace, input, other) -> Symbol:
+def rmod(t: Trace, input: Any, other: Any) -> Symbol:
     return remainder(t, other, input)
 
 
-def _truncated(t: Trace, input, other) -> Symbol:
+def _truncated(t: Trace, input: Any, other: Any) -> Symbol:
     x, y = pair(t, "div", input, other, "int")
     if x.kind == "float":
         return t.emit("trunc", t.emit("div", x, y))
@@ -111,14 +112,14 @@ def _truncated(t: Trace, input, other) -> Symbol:
 
 
 @known_as("fmod")
-def fmod(t: Trace, input, other) -> Symbol:
+def fmod(t: Trace, input: Any, other: Any) -> Symbol:
     x, y = pair(t, "fmod", input, other, "int")
     size = t.emit("remainder", t.emit("abs", x), t.emit("abs", y))
     return t.emit("mul", size, t.emit("sign", x))
 
 
 @known_as("pow", "ipow", "float_power")
-def pow(t: Trace, input, exponent) -> Symbol:
+def pow(t: Trace, input: Any, exponent: Any) -> Symbol:
     x, n = t.lift(input, "pow"), t.lift(exponent, "pow")
     if "float" in (x.kind, n.kind):
         return t.emit("pow", t.cast(x, "float"), t.cast(n, "float"))
@@ -136,27 +137,27 @@ def pow(t: Trace, input, exponent) -> Symbol:
 
 
 @known_as("rpow")
-def rpow(t: Trace, input, other) -> Symbol:
+def rpow(t: Trace, input: Any, other: Any) -> Symbol:
     return pow(t, other, input)
 
 
 @known_as("square")
-def square(t: Trace, input) -> Symbol:
+def square(t: Trace, input: Any) -> Symbol:
     return mul(t, input, input)
 
 
 @known_as("reciprocal")
-def reciprocal(t: Trace, input) -> Symbol:
+def reciprocal(t: Trace, input: Any) -> Symbol:
     return div(t, 1.0, input)
 
 
 @known_as("positive", "pos", "clone", "contiguous", "squeeze", "conj", "resolve_conj", "view_as")
-def same(t: Trace, input, *args, **kwargs) -> Symbol:
+def same(t: Trace, input: Any, *args: Any, **kwargs: Any) -> Symbol:
     return t.lift(input)
 
 
 @known_as("detach")
-def detach(t: Trace, input) -> Symbol:
+def detach(t: Trace, input: Any) -> Symbol:
     x = t.lift(input)
     if x.kind == "float":
         raise refused(
@@ -167,13 +168,13 @@ def detach(t: Trace, input) -> Symbol:
 
 
 @known_as("view", "reshape", "expand", "flatten")
-def reshaped(t: Trace, input, *shape) -> Symbol:
+def reshaped(t: Trace, input: Any, *shape: Any) -> Symbol:
     if shape and any(tuple(x) if isinstance(x, (tuple, list)) else (x,) for x in shape):
         raise refused(TypeError, f"a score or an index has the shape (), not {shape}")
     return t.lift(input)
 
 
-def _extreme(op: str, logical: str, t: Trace, input, other=None) -> Symbol:
+def _extreme(op: str, logical: str, t: Trace, input: Any, other: Any = None) -> Symbol:
     if other is None:
         return t.lift(input, op)
     x, y = pair(t, op, input, other)
@@ -188,7 +189,7 @@ for _op, _names, _logical in (
 
 
 @known_as("clamp", "clip", "hardtanh")
-def clamp(t: Trace, input, min=None, max=None, **names) -> Symbol:
+def clamp(t: Trace, input: Any, min: Any = None, max: Any = None, **names: Any) -> Symbol:
     x = t.lift(input, "clamp")
     min, max = names.get("min_val", min), names.get("max_val", max)
     for bound, op, beyond in ((min, "maximum", "lt"), (max, "minimum", "gt")):
@@ -203,17 +204,17 @@ def clamp(t: Trace, input, min=None, max=None, **names) -> Symbol:
 
 
 @known_as("clamp_min")
-def clamp_min(t: Trace, input, min) -> Symbol:
+def clamp_min(t: Trace, input: Any, min: Any) -> Symbol:
     return clamp(t, input, min)
 
 
 @known_as("clamp_max")
-def clamp_max(t: Trace, input, max) -> Symbol:
+def clamp_max(t: Trace, input: Any, max: Any) -> Symbol:
     return clamp(t, input, None, max)
 
 
 @known_as("relu")
-def relu(t: Trace, input, inplace: bool = False) -> Symbol:
+def relu(t: Trace, input: Any, inplace: bool = False) -> Symbol:
     x = t.lift(input, "relu")
     (zero,) = t.promoted(t.cast(t.constant(0), x.kind))
     if x.kind != "float":
@@ -222,19 +223,19 @@ def relu(t: Trace, input, inplace: bool = False) -> Symbol:
 
 
 @known_as("leaky_relu")
-def leaky_relu(t: Trace, input, negative_slope=0.01, inplace: bool = False) -> Symbol:
+def leaky_relu(t: Trace, input: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Symbol:
     (x,) = t.promoted(t.lift(input, "leaky_relu"), least="float")
     scaled = mul(t, x, float(negative_slope))
     return t.emit("where", t.emit("gt", x, t.constant(0.0)), x, scaled)
 
 
 @known_as("silu")
-def silu(t: Trace, input, inplace: bool = False) -> Symbol:
+def silu(t: Trace, input: Any, inplace: bool = False) -> Symbol:
     return mul(t, input, FUNCTIONS["sigmoid"](t, input))
 
 
 @known_as("gelu")
-def gelu(t: Trace, input, approximate: str = "none") -> Symbol:
+def gelu(t: Trace, input: Any, approximate: str = "none") -> Symbol:
     x = t.cast(t.lift(input, "gelu"), "float")
     if approximate == "tanh":
         inner = mul(t, add(t, x, mul(t, mul(t, x, mul(t, x, x)), 0.044715)), math.sqrt(2 / math.pi))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ def _cast(t: Trace, x: Symbol, dtype: torch.dtype) -> Symbol:
 
 
 @known_as("to", "type", "as_tensor", "tensor", "asarray", "scalar_tensor", "_to_copy")
-def to(t: Trace, input, *args, **kwargs) -> Symbol:
+def to(t: Trace, input: Any, *args: Any, **kwargs: Any) -> Symbol:
     x = t.lift(input, "to")
     for target in (*args, kwargs.get("dtype"), kwargs.get("other")):
         if isinstance(target, torch.dtype):
@@ -31,7 +33,7 @@ def to(t: Trace, input, *args, **kwargs) -> Symbol:
 
 
 @known_as("type_as")
-def type_as(t: Trace, input, other) -> Symbol:
+def type_as(t: Trace, input: Any, other: Any) -> Symbol:
     return _cast(t, t.lift(input, "type_as"), other.dtype)
 
 
@@ -50,7 +52,7 @@ for _name, _dtype in {
     FUNCTIONS[_name] = lambda t, x, dtype=_dtype: _cast(t, t.lift(x), dtype)
 
 
-def _made(t: Trace, like, size, number, dtype) -> Symbol:
+def _made(t: Trace, like: Any, size: Any, number: Any, dtype: Any) -> Symbol:
     """A constant of the shape (). Without a dtype, it has the kind of `like`."""
     if tuple(size):
         raise refused(
@@ -75,17 +77,19 @@ for _name, _number in (("ones", 1), ("zeros", 0), ("empty", 0)):
 
 
 @known_as("new_full")
-def new_full(t: Trace, input, size, fill_value, *, dtype=None, **_) -> Symbol:
+def new_full(
+    t: Trace, input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any
+) -> Symbol:
     return _made(t, input, size, fill_value, dtype)
 
 
 @known_as("full_like")
-def full_like(t: Trace, input, fill_value, *, dtype=None, **_) -> Symbol:
+def full_like(t: Trace, input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Symbol:
     return _made(t, input, (), fill_value, dtype)
 
 
 @known_as("new_tensor")
-def new_tensor(t: Trace, input, data, *, dtype=None, **_) -> object:
+def new_tensor(t: Trace, input: Any, data: Any, *, dtype: Any = None, **_: Any) -> object:
     if isinstance(data, (bool, int, float)):  # torch infers the dtype of data, not of input
         value = t.constant(data)
         return value if dtype is None else _cast(t, value, dtype)
@@ -93,23 +97,23 @@ def new_tensor(t: Trace, input, data, *, dtype=None, **_) -> object:
 
 
 @known_as("lerp")
-def lerp(t: Trace, input, end, weight) -> Symbol:
+def lerp(t: Trace, input: Any, end: Any, weight: Any) -> Symbol:
     return FUNCTIONS["add"](t, input, FUNCTIONS["mul"](t, weight, FUNCTIONS["sub"](t, end, input)))
 
 
 @known_as("result_type")
-def result_type(t: Trace, x, y) -> torch.dtype:
+def result_type(t: Trace, x: Any, y: Any) -> torch.dtype:
     kind = max((t.lift(z).kind for z in (x, y)), key=ORDER.__getitem__)
     return {"float": t.dtype, "int": torch.int64, "bool": torch.bool}[kind]
 
 
 @known_as("is_floating_point")
-def is_floating_point(t: Trace, input) -> bool:
+def is_floating_point(t: Trace, input: Any) -> bool:
     return t.lift(input).kind == "float"
 
 
 @known_as("dot", "sum", "mean", "prod", "matmul", "einsum", "norm")
-def of_tables(t: Trace, *args, **kwargs) -> object:
+def of_tables(t: Trace, *args: Any, **kwargs: Any) -> object:
     raise refused(
         NotImplementedError,
         "a sum over elements of captured tensors: compute it outside of the function and index "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from . import arithmetic, casts, logic  # each enters its functions
 from .registry import FUNCTIONS
@@ -121,7 +122,7 @@ def _known_method(name: str) -> Callable:
     return lambda self, *args, **kwargs: call(self.trace, name, (self, *args), kwargs)
 
 
-def _no_index(self: Symbol, key) -> Symbol:
+def _no_index(self: Symbol, key: Any) -> Symbol:
     if key == () or key is Ellipsis:
         return self
     raise refused(IndexError, "a score or an index has no dimension to index")

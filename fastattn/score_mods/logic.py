@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 from .registry import FUNCTIONS, known_as, pair
 from .symbols import Symbol, Trace, refused
 
 
-def _compare(op: str, t: Trace, input, other) -> Symbol:
+def _compare(op: str, t: Trace, input: Any, other: Any) -> Symbol:
     return t.emit(op, *pair(t, op, input, other, "int"))
 
 
@@ -25,24 +26,24 @@ for _names in (
 
 
 @known_as("isnan")
-def isnan(t: Trace, input) -> Symbol:
+def isnan(t: Trace, input: Any) -> Symbol:
     x = t.cast(t.lift(input, "isnan"), "float")
     return t.emit("ne", x, x)
 
 
 @known_as("isinf")
-def isinf(t: Trace, input) -> Symbol:
+def isinf(t: Trace, input: Any) -> Symbol:
     x = t.cast(t.lift(input, "isinf"), "float")
     return t.emit("eq", t.emit("abs", x), t.constant(math.inf))
 
 
 @known_as("isfinite")
-def isfinite(t: Trace, input) -> Symbol:
+def isfinite(t: Trace, input: Any) -> Symbol:
     x = t.cast(t.lift(input, "isfinite"), "float")
     return t.emit("lt", t.emit("abs", x), t.constant(math.inf))
 
 
-def _bitwise(logical: str, op: str, t: Trace, input, *other) -> Symbol:
+def _bitwise(logical: str, op: str, t: Trace, input: Any, *other: Any) -> Symbol:
     values = t.promoted(*(t.lift(x, logical) for x in (input, *other)))
     if values[0].kind == "float":
         raise refused(
@@ -51,7 +52,7 @@ def _bitwise(logical: str, op: str, t: Trace, input, *other) -> Symbol:
     return t.emit(logical if values[0].kind == "bool" else op, *values)
 
 
-def _logical(op: str, t: Trace, input, *other) -> Symbol:
+def _logical(op: str, t: Trace, input: Any, *other: Any) -> Symbol:
     return t.emit(op, *(t.cast(t.lift(x, op), "bool") for x in (input, *other)))
 
 
@@ -62,7 +63,7 @@ for _name in ("and", "or", "xor", "not"):
 FUNCTIONS["invert"] = FUNCTIONS["not"]
 
 
-def _shifted(op: str, t: Trace, input, other) -> Symbol:
+def _shifted(op: str, t: Trace, input: Any, other: Any) -> Symbol:
     x, n = pair(t, op, input, other, "int")
     if x.kind == "float":
         raise refused(TypeError, f"{op} of a float: shift ints, or multiply by torch.exp2(n)")
@@ -76,7 +77,7 @@ for _side, _letter in (("left", "l"), ("right", "r")):
 
 
 @known_as("where")
-def where(t: Trace, condition, input=None, other=None, **names) -> Symbol:
+def where(t: Trace, condition: Any, input: Any = None, other: Any = None, **names: Any) -> Symbol:
     input, other = names.get("self", input), names.get("y", other)
     if input is None or other is None:
         raise refused(TypeError, "where with a condition alone: give both values")
@@ -90,6 +91,6 @@ def where(t: Trace, condition, input=None, other=None, **names) -> Symbol:
 
 
 @known_as("masked_fill")
-def masked_fill(t: Trace, input, mask, value) -> Symbol:
+def masked_fill(t: Trace, input: Any, mask: Any, value: Any) -> Symbol:
     x = t.lift(input, "masked_fill")
     return where(t, mask, t.cast(t.lift(value, "masked_fill"), x.kind), x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .symbols import Symbol, Trace
 
@@ -22,6 +22,6 @@ def known_as(*names: str) -> Callable[[Handler], Handler]:
     return enter
 
 
-def pair(t: Trace, name: str, x, y, least: str = "bool") -> tuple[Symbol, ...]:
+def pair(t: Trace, name: str, x: Any, y: Any, least: str = "bool") -> tuple[Symbol, ...]:
     """Two operands of the kind that torch promotes them to, which is at least `least`."""
     return t.promoted(t.lift(x, name), t.lift(y, name), least=least)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -48,8 +49,9 @@ class Trace:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.builder = Builder()
-        self.device, self.dtype = device, dtype
+        self.builder: Builder = Builder()
+        self.device: torch.device = device
+        self.dtype: torch.dtype = dtype
         self.tensors: list[Tensor] = []
         self.number: dict[int, int] = {}  # of the captured tensor with this id, which we hold
         self.literals: dict[int, Tensor] = {}  # 0-d tensors that the function made itself
@@ -118,9 +120,12 @@ class Symbol:
     """Stand for a 0-d tensor inside a traced function: a score, an index or a value of them."""
 
     __slots__ = ("at", "kind", "trace")
+    trace: Trace
+    at: int
+    kind: str
     requires_grad = False
     ndim = 0
-    shape = torch.Size(())
+    shape: torch.Size = torch.Size(())
 
     def __init__(self, trace: Trace, at: int, kind: str) -> None:
         self.trace, self.at, self.kind = trace, at, kind
@@ -134,7 +139,7 @@ class Symbol:
         return self.trace.device
 
     @classmethod
-    def __torch_function__(cls, f, types, args=(), kwargs=None):
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Reached only without the mode of `tracing`, which handles all of torch's functions.
         raise refused(
             TypeError, f"{f.__name__} got a symbol outside of tracing: return it, do not keep it"
@@ -147,7 +152,7 @@ class Symbol:
             "min(), max()): use torch.where(condition, x, y), & | ~, torch.minimum, torch.maximum",
         )
 
-    def _number(self, name: str):
+    def _number(self, name: str) -> NoReturn:
         raise refused(
             TypeError,
             f"{name} needs the value of an index or a score, which is not known when a score_mod "
@@ -169,31 +174,31 @@ class Symbol:
     def __len__(self) -> int:
         return self._number("len()")
 
-    def __iter__(self):
+    def __iter__(self) -> NoReturn:
         return self._number("iteration")
 
-    def __round__(self, digits=None):
+    def __round__(self, digits: object = None) -> NoReturn:
         return self._number("round()")
 
-    def __floor__(self):
+    def __floor__(self) -> NoReturn:
         return self._number("math.floor()")
 
-    def __ceil__(self):
+    def __ceil__(self) -> NoReturn:
         return self._number("math.ceil()")
 
-    def __trunc__(self):
+    def __trunc__(self) -> NoReturn:
         return self._number("math.trunc()")
 
     def __format__(self, spec: str) -> str:
         return repr(self)
 
-    def item(self):
+    def item(self) -> NoReturn:
         return self._number(".item()")
 
-    def tolist(self):
+    def tolist(self) -> NoReturn:
         return self._number(".tolist()")
 
-    def numpy(self):
+    def numpy(self) -> NoReturn:
         return self._number(".numpy()")
 
     def dim(self) -> int:
@@ -202,7 +207,7 @@ class Symbol:
     def numel(self) -> int:
         return 1
 
-    def size(self, dim: int | None = None):
+    def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def is_floating_point(self) -> bool:
@@ -211,7 +216,8 @@ class Symbol:
     def __repr__(self) -> str:
         return f"<{self.trace.builder.values[self.at].op} of kind {self.kind}>"
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:  # == makes a symbol
+        return id(self)
 
 
 class Table:
@@ -224,6 +230,9 @@ class Table:
     """
 
     __slots__ = ("index", "tensor", "trace")
+    trace: Trace
+    tensor: Tensor
+    index: tuple[Symbol | None, ...]
 
     def __init__(self, trace: Trace, tensor: Tensor, index: tuple[Symbol | None, ...]) -> None:
         self.trace, self.tensor, self.index = trace, tensor, index
@@ -243,7 +252,7 @@ class Table:
     def dim(self) -> int:
         return self.ndim
 
-    def size(self, dim: int | None = None):
+    def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     @property
@@ -259,15 +268,15 @@ class Table:
         return f"a captured tensor of shape {shape} with {given} of its {len(self.index)} indices"
 
     @classmethod
-    def __torch_function__(cls, f, types, args=(), kwargs=None):
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise refused(TypeError, f"{f.__name__} got a part of a captured tensor outside of tracing")
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise refused(TypeError, f".{name} of {self.described()}: give an index for each")
 
-    def __getitem__(self, key) -> Symbol | Table:
+    def __getitem__(self, key: Any) -> Symbol | Table:
         return indexed(self.trace, self.tensor, self.index, key)
 
     def __bool__(self) -> bool:
@@ -277,7 +286,9 @@ class Table:
         return self.shape[0]
 
 
-def indexed(trace: Trace, tensor: Tensor, index: tuple[Symbol | None, ...], key) -> Symbol | Table:
+def indexed(
+    trace: Trace, tensor: Tensor, index: tuple[Symbol | None, ...], key: Any
+) -> Symbol | Table:
     """tensor[key], where `index` has the symbols of dimensions that an earlier index took."""
     free = [at for at, x in enumerate(index) if x is None]
     keys = list(key) if isinstance(key, tuple) else [key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,9 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.trace = trace
 
-    def __torch_function__(self, func, types, args: tuple = (), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is GETITEM:
             tensor, key = args[0], args[1]
@@ -66,7 +68,7 @@ class _Mode(TorchFunctionMode):
             known.pop(id(result), None)
 
 
-def _symbolic(args) -> bool:
+def _symbolic(args: Any) -> bool:
     """Whether a symbol or a part of a captured tensor is among the arguments."""
     if isinstance(args, (Symbol, Table)):
         return True
@@ -128,7 +130,7 @@ def trace_mask_mod(fn: Callable, *, device: torch.device | str = "cpu") -> Trace
     return _traced(trace, symbol)
 
 
-def _run(fn: Callable, names: tuple[str, ...], device, dtype) -> tuple[Trace, object]:
+def _run(fn: Callable, names: tuple[str, ...], device: Any, dtype: Any) -> tuple[Trace, object]:
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "a score_mod or mask_mod is not traced inside of torch.compile: trace it outside"
