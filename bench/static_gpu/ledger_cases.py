@@ -18,7 +18,7 @@ PASSES = ("forward", "dqkv", "dq", "dkv", "dk", "dv", "decode")
 SCORES = ("mask", "alibi", "softcap", "dropout", "sinks")
 DIMS_OF_SM90 = {
     "forward": {d: ("plain", *(SCORES if d in (64, 128) else ())) for d in (64, 96, 128, 192, 256)},
-    "dqkv": dict.fromkeys((64, 128), ("plain", "band", "sinks")),
+    "dqkv": dict.fromkeys((64, 128), ("plain", "band", *SCORES)),
 }
 
 

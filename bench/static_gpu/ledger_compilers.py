@@ -63,7 +63,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def source(case: LedgerCase) -> str:
     """Source of the one kernel, and of an empty one: its mangled name encodes the tile."""
     plain = case.feature in ("plain", "band", "sinks")  # kernel_choice.h: is_general
-    general, banded = ("true" if x else "false" for x in (not plain, case.feature == "band"))
+    banded = not plain or case.feature == "band"  # sm90's general kernels have a band
+    general, banded = ("true" if x else "false" for x in (not plain, banded))
     if case.folder == "sm90":
         kind, kernel = SM90[case.name]
         if not plain and case.feature != "mask":
