@@ -72,10 +72,16 @@ dispatcher.HANDLERS["DTensor"] = library_ops.opaque_to_dynamo(_call_on_dtensors)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "distributed", "__version__"])
+    return sorted([*__all__, *_TORCHS, "distributed", "__version__"])
 
+
+# Makers of mask_mods of torch's. Importing their module takes longer than the other names do.
+_TORCHS = ("and_masks", "or_masks")
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import and_masks as and_masks
+    from torch.nn.attention.flex_attention import or_masks as or_masks
+
     from . import distributed as distributed
 
     __version__: str
@@ -84,6 +90,8 @@ else:
     def __getattr__(name: str) -> Any:
         if name == "distributed":  # on demand: torch may be built without torch.distributed
             return importlib.import_module("fastattn.distributed")
+        if name in _TORCHS:
+            return getattr(importlib.import_module("torch.nn.attention.flex_attention"), name)
         if name == "__version__":
             from importlib.metadata import PackageNotFoundError
             from importlib.metadata import version as installed

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import reference
 from ..api import attend, autocast, draw_seed, may_autocast
+from ..backends.base import in_order
 from ..backends.base import names as backend_names
 from ..call.spec import TOKENS, acc_dtype
 from ..dispatch.library_ops import opaque_to_dynamo
@@ -121,7 +122,8 @@ def flex_attention(
         kernel_options: Ignored.
         return_aux: torch's AuxRequest: also return torch's AuxOutput with what it asks for.
         mask_mod: mask_mod(b, h, i, j) -> bool, True where row i may attend to key j. With a
-            block_mask, both must show a key.
+            block_mask, both must show a key. fastattn.and_masks and or_masks, which are torch's,
+            combine several.
         dropout_p: The probability of dropout, as in `fastattn.attention`.
         seed: The seed of dropout; None draws one.
         sinks: One more logit for each head in each row's denominator.
@@ -298,7 +300,7 @@ def _on_the_oracle(
         **call.masks(),
         **rest,
     )
-    return out.to(query.dtype), lse
+    return in_order(out.to(query.dtype), _order_of(query)), lse
 
 
 @torch.no_grad()

@@ -38,8 +38,11 @@ def take() -> None:
     with suppress(ImportError):
         from torch.nn.attention import flex_attention as module
 
-        if _torchs is None:
-            _torchs = module.flex_attention
+        found = module.flex_attention
+        if _torchs is None and found.__module__ == module.__name__:
+            _torchs = found
+        if _torchs is None:  # another function is in its place since before the first patch
+            return
         _replace(_torchs, flex_attention)
         _active = True
         _replace_compiled(lambda held: flex_attention)
@@ -59,6 +62,8 @@ def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if not isinstance(names, dict) or module is sys.modules[__name__]:
+            continue
+        if id(old) not in map(id, list(names.values())):  # most modules; faster than the loop below
             continue
         for name in [name for name, x in list(names.items()) if x is old]:
             names[name] = new

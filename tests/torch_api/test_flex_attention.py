@@ -4,6 +4,8 @@ The judge is a plain softmax in float64 of scores that torch's vmap makes, one n
 """
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -261,12 +263,19 @@ def test_nothing(shape, name):
     assert torch.equal(lse, torch.full((items, heads, M), -torch.inf if not N else 0.0)[..., :M])
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "rows first"])
-def test_the_output_lies_as_the_query(order):
+ORDERS = {"heads first": (0, 1, 2, 3), "rows first": (0, 2, 1, 3), "items inside": (2, 0, 1, 3)}
+
+
+@pytest.mark.parametrize("name", ["alibi", "a scale for each head"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_output_lies_as_the_query(order, name):
     q, k, _ = tensors(of_keys=H)
-    laid = q.permute(order).contiguous().permute(order)
-    out = fastattn.flex_attention(laid, k, k, SCORE_MODS["alibi"])
-    assert out.stride() == laid.stride()
+    dims = ORDERS[order]
+    laid = q.permute(dims).contiguous().permute([dims.index(at) for at in range(4)])
+    assert laid.stride() != q.stride() or order == "heads first"
+    out = fastattn.flex_attention(laid, k, k, ALL_SCORE_MODS[name])
+    expected = torchs.flex_attention(laid, k, k, ALL_SCORE_MODS[name])
+    assert out.stride() == expected.stride() == laid.stride()
 
 
 def test_autocast():
@@ -359,3 +368,26 @@ def test_refused(case):
     given, named, error, said = REFUSED[case]
     with pytest.raises(error, match=said):
         fastattn.flex_attention(*given, **named)
+
+
+@pytest.mark.parametrize("name", ["and_masks", "or_masks"])
+def test_torchs_makers_of_mask_mods(name):
+    make = getattr(fastattn, name)
+    assert make is getattr(torchs, name)
+    mask = make(MASK_MODS["causal"], MASK_MODS["documents of items"])
+    given = tensors()
+    out, lse = fastattn.flex_attention(*given, mask_mod=mask, enable_gqa=True, return_lse=True)
+    expected, of_rows, _ = exact(*given, mask_mod=mask)
+    close(out, expected, torch.float32)
+    close(lse, of_rows, torch.float32)
+
+
+def test_torchs_module_is_imported_when_it_is_asked_for():
+    code = (
+        "import sys, fastattn\n"
+        "name = 'torch.nn.attention.flex_attention'\n"
+        "assert name not in sys.modules\n"
+        "fastattn.and_masks\n"
+        "assert name in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -87,14 +87,23 @@ def test_torchs_function_runs_what_ours_refuses():
             module.flex_attention(x, x[:, :1], x[:, :1])
 
 
-def test_another_function_in_its_place_stays(monkeypatch):
+@pytest.mark.parametrize("first", [False, True], ids=["a later patch", "the first patch"])
+def test_another_function_in_its_place_stays(monkeypatch, first):
     def other():
         pass
 
-    monkeypatch.setattr(module, "flex_attention", other)
     with fastattn.sdpa():
+        pass
+    with monkeypatch.context() as during:
+        if first:
+            during.setattr(flex_patching, "_torchs", None)
+        during.setattr(module, "flex_attention", other)
+        with fastattn.sdpa():
+            assert module.flex_attention is other
         assert module.flex_attention is other
-    assert module.flex_attention is other
+    with fastattn.sdpa():
+        training(module.flex_attention)
+    assert module.flex_attention is TORCHS[0]
 
 
 def test_in_compiled_code():
