@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import aot, cuda_library, ptxas
-from .ledger_cases import Compiled, LedgerCase
+from .ledger_cases import OF_PLAIN, Compiled, LedgerCase
 
 FLAGS = ("-std=c++17", "-O3", f"-I{cuda_library.SOURCES}")
 FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
@@ -62,7 +62,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def source(case: LedgerCase) -> str:
     """Source of the one kernel, and of an empty one: its mangled name encodes the tile."""
-    plain = case.feature in ("plain", "band", "sinks")  # kernel_choice.h: is_general
+    plain = case.feature in OF_PLAIN
     banded = not plain or case.feature == "band"  # sm90's general kernels have a band
     general, banded = ("true" if x else "false" for x in (not plain, banded))
     if case.folder == "sm90":

@@ -17,14 +17,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .ledger_cases import Compiled
+from .ledger_cases import OF_PLAIN, Compiled
 from .sass import Code, Instruction
 from .sass_walk import Issued
 
 # By pass: for each wait, how many groups of products may still run after it; the most barriers.
 WAITS = {"forward": (1, 0), "dqkv": (1, 1, 1, 0), "dqkv with features": (0, 1, 0)}
 BARRIERS = {"forward": 2, "dqkv": 3}
-PLAIN = ("plain", "band", "sinks")
 
 
 class Order(NamedTuple):
@@ -72,7 +71,7 @@ def faults(kernel: Compiled, code: Code, ways: Sequence[Sequence[Issued]]) -> li
     if kernel.case.folder != "sm90":
         return []
     found, name = [], kernel.case.name
-    features = name == "dqkv" and kernel.case.feature not in PLAIN
+    features = name == "dqkv" and kernel.case.feature not in OF_PLAIN
     waits = WAITS["dqkv with features" if features else name]
     for one in dict.fromkeys(map(order, ways)):
         if one.waits != waits:

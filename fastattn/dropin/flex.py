@@ -9,7 +9,7 @@ form runs on the oracle.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -27,10 +27,9 @@ from ..score_mods.program import Program
 from ..score_mods.recognition import Shape, Structure, recognise
 from ..score_mods.tracing import Traced, merge, trace_mask_mod, trace_score_mod
 from . import flex_blocks
+from .flex_blocks import MaskMod, ScoreMod
 from .sdpa import _order_of
 
-ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
-MaskMod = Callable[[Any, Any, Any, Any], Any]
 ROWS = 256  # of the scores that `_max_scores` computes at a time
 
 
@@ -165,18 +164,18 @@ def flex_attention(
         torch.Size([4, 99])
     """
     _check(query, key, value, enable_gqa, block_mask, return_lse, return_aux)
-    with torch.no_grad():
-        listed = None if block_mask is None else flex_blocks.mask_mod_of(block_mask)
+    listed = None if block_mask is None else flex_blocks.mask_mod_of(block_mask)
     device = query.device
     score = None if score_mod is None else trace_score_mod(score_mod, device=device)
     shown = flex_blocks.both(mask_mod, listed)
     mask = None if shown is None else trace_mask_mod(shown, device=device)
-    if may_autocast():
+    casts = may_autocast()
+    if casts:
         query, key, value, _ = autocast(query, key, value, None)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     call = _Call.of(query, key, scale, score, mask)
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False) if casts else nullcontext():
         rest: dict[str, Any] = dict(sinks=sinks, dropout_p=dropout_p, seed=seed)
         if call.sum is None:
             out, lse = _on_the_oracle(call, query, key, value, backend, **rest)
@@ -191,7 +190,8 @@ def flex_attention(
 
 
 class _Call(NamedTuple):
-    """The programs of a call, what was recognised in them, and their arguments.
+    """The programs of a call, what was recognised in them, and their arguments. Without a program
+    there are no indices.
 
     sum: the score_mod; None if it is of no form that kernels have.
     structure: what is recognised in the mask_mod, and slopes of a score_mod, which then is no sum.
@@ -219,7 +219,7 @@ class _Call(NamedTuple):
         sizes = Shape(*query.shape[:3], key.shape[2])
         indices = {
             name: torch.arange(size, device=query.device).view(-1, *(1,) * (3 - dim))
-            for dim, (name, size) in enumerate(zip("bhij", sizes))
+            for dim, (name, size) in enumerate(zip("bhij", sizes if score or mask else ()))
         }
         dtype = acc_dtype(query.dtype)
         found = recognise(score, mask, tensors, sizes, dtype=dtype, documents=False)
@@ -312,12 +312,12 @@ def _max_scores(call: _Call, query: Tensor, key: Tensor) -> Tensor:
     if not k.shape[2]:
         return largest
     for begin in range(0, q.shape[2], ROWS):
-        i = call.indices["i"][begin : begin + ROWS]
+        rows = {"i": call.indices["i"][begin : begin + ROWS]} if call.indices else {}
         s = q[:, :, begin : begin + ROWS] @ k.mT * call.scale
         if call.score is not None:
-            s = call.value(call.score, s, i=i).expand(s.shape)
+            s = call.value(call.score, s, **rows).expand(s.shape)
         if call.mask is not None:
-            s = s.masked_fill(~call.value(call.mask, i=i), -math.inf)
+            s = s.masked_fill(~call.value(call.mask, **rows), -math.inf)
         largest[:, :, begin : begin + ROWS] = s.amax(-1)
     return largest
 

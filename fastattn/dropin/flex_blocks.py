@@ -11,6 +11,7 @@ from torch import Tensor
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 NO_BLOCKS = 1 << 30  # torch's block size for "no block mask": one block that holds any sequence
 
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
@@ -68,6 +69,7 @@ def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:
     return lambda b, h, i, j: first(b, h, i, j) & second(b, h, i, j)
 
 
+@torch.no_grad()
 def block_states(block_mask: Any) -> Tensor:
     """(B, H, blocks of rows, blocks of keys) int8: HIDDEN, PARTIAL or WHOLE. B or H may be 1."""
     states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)

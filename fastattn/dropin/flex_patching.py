@@ -18,6 +18,12 @@ from .flex import flex_attention as _ours
 
 _active = False  # while False, a stand-in that was imported by name runs torch's function
 _torchs: Callable[..., Any] | None = None  # the function that the patch replaces
+# Every name that was ever bound to the function, with the dictionary of its module; those that the
+# last `_replace` bound; and what `_references` was after it. A search through all modules takes
+# milliseconds, and `sdpa` may be entered at every step.
+_places: dict[tuple[int, str], dict[str, Any]] = {}
+_bound: list[tuple[dict[str, Any], str]] = []
+_counted: tuple[int, int] | None = None
 
 
 @opaque_to_dynamo
@@ -38,9 +44,8 @@ def take() -> None:
     with suppress(ImportError):
         from torch.nn.attention import flex_attention as module
 
-        found = module.flex_attention
-        if _torchs is None and found.__module__ == module.__name__:
-            _torchs = found
+        if _torchs is None and module.flex_attention.__module__ == module.__name__:
+            _torchs = module.flex_attention
         if _torchs is None:  # another function is in its place since before the first patch
             return
         _replace(_torchs, flex_attention)
@@ -59,14 +64,30 @@ def release() -> None:
 
 def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
     """Bind every name of every module that is bound to `old` to `new`."""
+    global _bound, _counted
+    stay = all(names.get(name) is old for names, name in _bound)
+    if not stay or _references(old) != _counted:
+        _search(old)
+    _bound = [(names, name) for (_, name), names in _places.items() if names.get(name) is old]
+    for names, name in _bound:
+        names[name] = new
+    _counted = _references(new)
+
+
+def _references(function: Callable[..., Any]) -> tuple[int, int]:
+    """Numbers that change where a name is bound to the function: of references, and of modules."""
+    return sys.getrefcount(function), len(sys.modules)
+
+
+def _search(function: Callable[..., Any]) -> None:
+    """Add the names that are bound to a function to `_places`."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if not isinstance(names, dict) or module is sys.modules[__name__]:
             continue
-        if id(old) not in map(id, list(names.values())):  # most modules; faster than the loop below
-            continue
-        for name in [name for name, x in list(names.items()) if x is old]:
-            names[name] = new
+        if id(function) in map(id, list(names.values())):  # few modules; the next loop is slower
+            found = [name for name, x in list(names.items()) if x is function]
+            _places.update({(id(names), name): names for name in found})
 
 
 def _replace_compiled(call: Callable[[Any], Any] | None) -> None:

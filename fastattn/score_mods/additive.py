@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .program import Program, Value
-from .recognition import cap_at, part
+from .program import Program, Value, part
+from .recognition import cap_at
 
 HIDDEN = -float("inf")
 

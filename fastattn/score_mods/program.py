@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -38,9 +39,6 @@ class Program:
     Args:
         values: The instructions. The last one is the result.
         captured: The kind and the number of dimensions of each captured tensor.
-
-    Raises:
-        ValueError: A value contradicts the table of operators.
     """
 
     values: tuple[Value, ...]
@@ -207,19 +205,29 @@ class Builder:
     def program(self, result: int, captured: tuple[tuple[str, int], ...]) -> Program:
         """The program of `result`, without values that it does not need. Captured tensors
         keep their numbers."""
-        needed, todo = set(), [result]
-        while todo:
-            at = todo.pop()
-            if at not in needed:
-                needed.add(at)
-                todo.extend(self.values[at].args)
-        return Program(renumbered(self.values, sorted(needed)), captured)
+        return Program(renumbered(self.values, needed(self.values, result)), captured)
 
 
 _NEUTRAL = {("and", True), ("or", False), ("xor", False), ("add", 0), ("sub", 0), ("mul", 1)}
 
 
-def renumbered(values: list[Value] | tuple[Value, ...], kept: list[int]) -> tuple[Value, ...]:
+def needed(values: Sequence[Value], *results: int) -> list[int]:
+    """The numbers of the values that these results need, themselves too, in order."""
+    found, todo = set(), [*results]
+    while todo:
+        at = todo.pop()
+        if at not in found:
+            found.add(at)
+            todo.extend(values[at].args)
+    return sorted(found)
+
+
+def part(program: Program, at: int) -> Program:
+    """The program of one value of a program, with the same captured tensors."""
+    return Program(renumbered(program.values, needed(program.values, at)), program.captured)
+
+
+def renumbered(values: Sequence[Value], kept: list[int]) -> tuple[Value, ...]:
     """The values at `kept`, in order, with their operands' new numbers."""
     number = {old: new for new, old in enumerate(kept)}
     return tuple(values[at]._replace(args=tuple(number[x] for x in values[at].args)) for at in kept)

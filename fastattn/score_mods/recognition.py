@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .evaluate import evaluate
 from .linear import difference
-from .program import Program, Value, renumbered
+from .program import Program, Value, needed, part, renumbered
 
 Band = tuple["int | None", "int | None"]
 
@@ -88,21 +88,6 @@ def recognise(
         causal = causal or (edge is not None and edge <= 0)
         found = _of_score(found, score, tensors, shape, dtype, causal, cap, slopes)
     return found
-
-
-def part(program: Program, at: int) -> Program:
-    """The program of one value of a program, with the same captured tensors."""
-    return Program(renumbered(program.values, sorted(_needed(program, at))), program.captured)
-
-
-def _needed(program: Program, at: int) -> set[int]:
-    needed, todo = set(), [at]
-    while todo:
-        x = todo.pop()
-        if x not in needed:
-            needed.add(x)
-            todo.extend(program.values[x].args)
-    return needed
 
 
 def inputs_of(program: Program) -> set[str]:
@@ -181,7 +166,7 @@ def _conjunction(program: Program, leaves: list[int]) -> Program | None:
     """The program of the conjunction of some values."""
     if not leaves:
         return None
-    kept = sorted(set().union(*(_needed(program, x) for x in leaves)))
+    kept = needed(program.values, *leaves)
     values = list(renumbered(program.values, kept))
     result, *others = (kept.index(x) for x in leaves)
     if not others and result != len(values) - 1:

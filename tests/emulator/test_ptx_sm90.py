@@ -13,6 +13,7 @@ from tests.semantics.test_packed import batch, complaints
 from tests.semantics.test_paged import in_pages
 from tests.support.backends import passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
+from tests.support.edge_cases import expanded, with_nan_behind
 from tests.support.emulated import DTYPES as NAMES
 from tests.support.emulated import everywhere
 from tests.support.emulator import SCHEDULES, needs_emulator
@@ -154,10 +155,7 @@ def test_nan_behind_a_length_is_not_read(d):
     """TMA fills with zeros only what is behind the tensor."""
     problem = build(Dims(2, 2, 1, 70, 300, d, d), (), torch.bfloat16)
     lengths = torch.tensor([201, 17])
-    spoiled = replace(problem, k=problem.k.clone(), v=problem.v.clone())
-    for b, length in enumerate(lengths.tolist()):
-        spoiled.k[b, :, length:] = torch.nan
-        spoiled.v[b, :, length:] = torch.nan
+    spoiled = with_nan_behind(problem, lengths)
     with on_hopper():
         right, found = (
             fastattn.attention(x.q, x.k, x.v, key_lengths=lengths) for x in (problem, spoiled)
@@ -168,13 +166,8 @@ def test_nan_behind_a_length_is_not_read(d):
 def test_expanded_tensors():
     """A dimension of stride 0 has size 1 in a tensor map."""
     problem = build(Dims(2, 2, 2, 40, 70, 64, 64), (), torch.bfloat16)
-    expanded = replace(
-        problem,
-        k=problem.k[:, :1].expand_as(problem.k),
-        v=problem.v[:1].expand_as(problem.v),
-        q=problem.q[:1, :1].expand_as(problem.q),
-    )
-    run_all([expanded])
+    of_one = replace(problem, q=problem.q[:, :1].expand_as(problem.q))
+    run_all([expanded(of_one)])
 
 
 # What these kernels decline, and what they say.

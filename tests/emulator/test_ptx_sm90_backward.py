@@ -15,6 +15,7 @@ from tests.semantics.test_packed import batch, complaints
 from tests.support import large_logits
 from tests.support.backends import passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of
+from tests.support.edge_cases import with_nan_behind
 from tests.support.emulated import DTYPES as NAMES
 from tests.support.emulator import SCHEDULES, needs_emulator
 from tests.support.error_budget import Verdict
@@ -133,11 +134,9 @@ def test_packed(names):
 def test_nan_behind_a_length_is_not_read(d, more):
     """TMA fills with zeros only what is behind the tensor."""
     problem = build(Dims(2, 2, 1, 70, 300, d, d), (), torch.bfloat16)
-    problem = replace(problem, kwargs=dict(key_lengths=torch.tensor([201, 17]), **more))
-    spoiled = replace(problem, k=problem.k.clone(), v=problem.v.clone())
-    for b, length in enumerate((201, 17)):
-        spoiled.k[b, :, length:] = torch.nan
-        spoiled.v[b, :, length:] = torch.nan
+    lengths = torch.tensor([201, 17])
+    problem = replace(problem, kwargs=dict(key_lengths=lengths, **more))
+    spoiled = with_nan_behind(problem, lengths)
     with on_hopper() as backend:
         right, found = (x.run(fastattn.attention) for x in (problem, spoiled))
     assert set(backend.kernels[1::2]) == {BACKWARD}

@@ -15,6 +15,7 @@ from tests.semantics.test_packed import batch, complaints
 from tests.semantics.test_paged import in_pages
 from tests.support.backends import passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN, Dims, build, name_of, negative_logits
+from tests.support.edge_cases import expanded, with_nan_behind
 from tests.support.emulated import DTYPES as NAMES
 from tests.support.emulated import decode_splits, everywhere, survivors
 from tests.support.emulator import SCHEDULES, needs_emulator
@@ -136,10 +137,7 @@ def test_nan_behind_a_length_is_not_read(d, sm_count):
     """TMA fills with zeros only what is behind the tensor."""
     problem = build(Dims(2, 4, 2, 7, 500, d, d), (), torch.bfloat16)
     lengths = torch.tensor([401, 17])
-    spoiled = replace(problem, k=problem.k.clone(), v=problem.v.clone())
-    for b, length in enumerate(lengths.tolist()):
-        spoiled.k[b, :, length:] = torch.nan
-        spoiled.v[b, :, length:] = torch.nan
+    spoiled = with_nan_behind(problem, lengths)
     with on_hopper(sm_count) as backend:
         right, found = (
             fastattn.attention(x.q, x.k, x.v, key_lengths=lengths) for x in (problem, spoiled)
@@ -175,13 +173,7 @@ def test_pages(page):
 def test_keys_of_one_head_and_of_one_item():
     """A dimension of stride 0 has size 1 in a tensor map."""
     problem = build(Dims(2, 2, 2, 4, 300, 64, 64), (), torch.bfloat16)
-    expanded = replace(
-        problem,
-        k=problem.k[:, :1].expand_as(problem.k),
-        v=problem.v[:1].expand_as(problem.v),
-        q=problem.q[:1].expand_as(problem.q),
-    )
-    run_all([expanded])
+    run_all([expanded(problem)])
 
 
 @pytest.mark.parametrize("M", [1, 5])

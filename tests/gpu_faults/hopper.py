@@ -8,9 +8,10 @@ import fastattn
 from tests.semantics import test_packed
 from tests.support import large_logits
 from tests.support.cases import FEATURE, Dims, build
+from tests.support.edge_cases import expanded, with_nan_behind
 from tests.support.error_budget import Verdict
 
-from .slices import named, problem_of
+from .slices import named, with_strong_sinks
 
 
 def in_sequences(features, backward, sizes):
@@ -51,9 +52,7 @@ def nan_in_the_next_sequence():
 def strong_sinks():
     """The sinks take most of each row."""
     for name in ("several tiles+sinks", "one split+sinks"):
-        problem = problem_of(name)
-        problem.kwargs["sinks"] = problem.kwargs["sinks"] + 6
-        yield from Verdict(problem, backward=False).complaints(fastattn.attention)
+        yield from with_strong_sinks(name)
 
 
 @named("decode")
@@ -67,10 +66,7 @@ def nan_behind_lengths():
     for M in (70, 3):
         problem = build(Dims(2, 2, 1, M, 300, 64, 64), (), torch.bfloat16)
         lengths = torch.tensor([201, 17])
-        spoiled = replace(problem, k=problem.k.clone(), v=problem.v.clone())
-        for b, length in enumerate(lengths.tolist()):
-            spoiled.k[b, :, length:] = torch.nan
-            spoiled.v[b, :, length:] = torch.nan
+        spoiled = with_nan_behind(problem, lengths)
         right, found = (
             fastattn.attention(x.q, x.k, x.v, key_lengths=lengths) for x in (problem, spoiled)
         )
@@ -92,13 +88,8 @@ def large_logits_of_sm90():
 
 
 @named("forward")
-def expanded():
+def strides_of_0():
     """A dimension of stride 0 has size 1 in a tensor map."""
     problem = build(Dims(2, 2, 2, 40, 70, 64, 64), (), torch.bfloat16)
-    problem = replace(
-        problem,
-        k=problem.k[:, :1].expand_as(problem.k),
-        v=problem.v[:1].expand_as(problem.v),
-        q=problem.q[:1, :1].expand_as(problem.q),
-    )
-    return Verdict(problem, backward=False).complaints(fastattn.attention)
+    of_one = replace(problem, q=problem.q[:, :1].expand_as(problem.q))
+    return Verdict(expanded(of_one), backward=False).complaints(fastattn.attention)

@@ -239,12 +239,16 @@ def largest_scores():
     return Verdict(problem, backward=False).complaints(fastattn.attention)
 
 
-@named("decode")
-def sinks_above_all():
+def with_strong_sinks(name):
     """The sinks take most of each row."""
-    problem = problem_of("decode+sinks")
+    problem = problem_of(name)
     problem.kwargs["sinks"] = problem.kwargs["sinks"] + 6
     return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("decode")
+def sinks_above_all():
+    return with_strong_sinks("decode+sinks")
 
 
 @named("forward", "backward")

@@ -124,6 +124,24 @@ def inside_nan(x):
     return wide[:, :, 40:-40]
 
 
+def with_nan_behind(problem, lengths):
+    """The problem with NaN for keys and values at and past these lengths, one for each item."""
+    k, v = problem.k.clone(), problem.v.clone()
+    for b, length in enumerate(lengths.tolist()):
+        k[b, :, length:] = v[b, :, length:] = torch.nan
+    return replace(problem, k=k, v=v)
+
+
+def expanded(problem):
+    """The problem with keys of one head, and values and queries of one item, by strides of 0."""
+    return replace(
+        problem,
+        k=problem.k[:, :1].expand_as(problem.k),
+        v=problem.v[:1].expand_as(problem.v),
+        q=problem.q[:1].expand_as(problem.q),
+    )
+
+
 def rising(dtype):
     """Logits that climb by 100 along the keys in every other row and fall in the rows between, and
     a single logit at one of the last keys that is 160 more than the others."""

@@ -51,6 +51,25 @@ def test_patches_are_counted(importer):
     assert module.flex_attention is importer.flex is TORCHS[0]
 
 
+def test_names_that_are_bound_between_and_inside_of_blocks(importer):
+    """A block searches all modules only if some may have changed."""
+    for _ in range(2):
+        with fastattn.sdpa():
+            pass
+    importer.between = TORCHS[0]
+    with fastattn.sdpa():
+        importer.inside = module.flex_attention
+        assert importer.between is importer.flex is module.flex_attention is not TORCHS[0]
+    assert importer.between is importer.inside is module.flex_attention is TORCHS[0]
+    del importer.between  # one name less, and one more
+    importer.another = TORCHS[0]
+    with fastattn.sdpa():
+        assert importer.another is module.flex_attention is not TORCHS[0]
+        del importer.inside
+    assert importer.another is TORCHS[0]
+    assert not hasattr(importer, "between") and not hasattr(importer, "inside")
+
+
 def test_a_stand_in_that_was_imported_runs_torchs_after_unpatch():
     with fastattn.sdpa():
         function = module.flex_attention
