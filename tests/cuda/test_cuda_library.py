@@ -159,7 +159,7 @@ def test_one_build_folder_follows_each_setting(library, tmp_path):
     def configured(**environment):
         done = configure(tmp_path, **environment)
         assert done.returncode == 0, done.stderr
-        return code_of(tmp_path)["forward"]
+        return code_of(tmp_path)["sm80/forward"]
 
     usual = {"80,code=[sm_80]", "90,code=[compute_90,sm_90]"}
     assert configured(FASTATTN_CUDA="on") == usual
@@ -170,11 +170,11 @@ def test_one_build_folder_follows_each_setting(library, tmp_path):
 
 
 def code_of(folder):
-    """By stem of a source, the code that nvcc makes of it in a configured build: what follows
-    "arch=compute_"."""
+    """By source below csrc/cuda, without its suffix, the code that nvcc makes of it in a configured
+    build: what follows "arch=compute_"."""
     found = defaultdict(set)
     text = (folder / "build.ninja").read_text()
-    for source, rule in re.findall(r"/(\w+)\.cu\.o: CUDA_COMPILER(.*?)\n\n", text, re.DOTALL):
+    for source, rule in re.findall(r"\.dir/([\w/]+)\.cu\.o: CUDA_COMPILER(.*?)\n\n", text, re.DOTALL):
         found[source] |= set(re.findall(r"code=arch=compute_(\w+,code=\[[\w,]+\])", rule))
     return found
 
@@ -211,7 +211,7 @@ def test_sources_of_sm90_have_code_for_sm_90a_alone(wanted, others, with_sm90):
     done = configure(folder, sources=sources, FASTATTN_CUDA="on", CUDAARCHS=wanted)
     assert done.returncode == 0, done.stderr
     found = code_of(folder)
-    assert found["one_more"] == SM90 and found["forward"] == found["library"] == others
+    assert found["sm90/one_more"] == SM90 and found["sm80/forward"] == found["library"] == others
     assert "sm90_absent" not in found
 
 
@@ -245,7 +245,7 @@ def test_without_sm_90a_the_reason_is_in_the_library(wanted, reason, with_sm90, 
     done = configure(folder, sources=with_sm90 / "csrc", **environment)
     assert done.returncode == 0 and "for sm_90a: not built: " in done.stdout, done.stderr
     found = code_of(folder)
-    assert "one_more" not in found and found["sm90_absent"] == found["forward"] != set()
+    assert "sm90/one_more" not in found and found["sm90_absent"] == found["sm80/forward"] != set()
     made = "cuda/CMakeFiles/fastattn_cuda.dir/sm90_absent.cu.o"
     done = cuda_library.cmake("--build", folder, "--target", made)
     assert done.returncode == 0, done.stdout

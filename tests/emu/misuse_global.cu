@@ -165,6 +165,13 @@ void an_atomic_meets_a_plain_load(Thread t) {
     t.out[512 + t.thread] = t.out[t.thread];
 }
 
+void a_plain_load_meets_an_atomic(Thread t) {
+  if (t.block)
+    t.out[64 * t.block + t.thread] = t.out[t.thread];
+  else
+    add(t.out + t.thread, 1);
+}
+
 void an_atomic_load_meets_a_plain_store(Thread t) {
   if (t.block)
     t.out[64 * t.block + t.thread] = seen(t.out + t.thread);
@@ -257,7 +264,7 @@ void misaligned_word(Thread t) {
   EACH(two_threads_write_a_word) EACH(a_warp_barrier_is_none_of_the_block)                     \
   EACH(a_block_reads_what_another_writes) EACH(blocks_add_without_atomics)                     \
   EACH(atomic_and_plain_loads_meet) EACH(an_atomic_stores_first)                               \
-  EACH(an_atomic_load_meets_a_plain_store)                                                     \
+  EACH(an_atomic_load_meets_a_plain_store) EACH(a_plain_load_meets_an_atomic)                  \
   EACH(an_atomic_meets_a_plain_store) EACH(an_atomic_meets_a_plain_load)                       \
   EACH(blocks_add_in_the_scope_of_one) EACH(handed_over_without_fences)                        \
   EACH(released_for_one_block) EACH(acquired_for_one_block)                                    \

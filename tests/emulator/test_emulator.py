@@ -308,7 +308,7 @@ all memory counts as written: shadow
 +    if (!known.know(cell.written))
 +      complain_(kWriteRead
 atomics never race: shadow
--know_all(cell, at, kOfAtomics, now, known);
+-know_all(cell, at, kOfAtomics, now, known_of_readers);
 +(void)0;
 loads do not race with atomics: shadow
 -      know_all(cell.crowd->atomics, at, kOfAtomics, now, known, false);

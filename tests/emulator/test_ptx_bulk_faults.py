@@ -159,8 +159,8 @@ FAULTS = [
         "boxes of a stalled block never land",
         "run",
         "enter(launch.resident[next_random(launch.random_state) % launch.resident.size()]);\n"
-        "  if (!block->proxy.boxes.empty()) land_box();",
-        "if (!block->proxy.boxes.empty()) land_box();",
+        "  if (!block->proxy.boxes.empty()",
+        "if (!block->proxy.boxes.empty()",
     ),
     ("random draws of seed 0 are 0", "run", "  if (!state) state = 0x1234567;", "  //"),
     (

@@ -59,6 +59,7 @@ GLOBAL_MEMORY = {
     "blocks_add_without_atomics": OTHER_BLOCK,
     "an_atomic_meets_a_plain_store": "RACE (with an atomic|write/write)",
     "an_atomic_meets_a_plain_load": "RACE with an atomic",
+    "a_plain_load_meets_an_atomic": "RACE with an atomic",
     "an_atomic_load_meets_a_plain_store": "RACE (with an atomic|write/write)",
     "blocks_add_in_the_scope_of_one": "RACE with an atomic",
     "handed_over_without_fences": "RACE write/read at global",
