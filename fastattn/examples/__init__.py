@@ -7,6 +7,7 @@
     python -m fastattn.examples.digits_vit           a vision Transformer, converted in place
     python -m fastattn.examples.meanflow             a one-step flow, trained with attention's jvp
     python -m fastattn.examples.complexity           the paper's table of complexities, measured
+    python -m fastattn.examples.flex_gallery         functions of flex_attention, drawn and timed
     python -m fastattn.examples.long_context         a sequence split over ranks, trained as on one
 
 Each takes --plot to save a picture, downloads nothing, and exits with status 1 if a claim fails.

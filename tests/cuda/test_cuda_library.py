@@ -174,7 +174,8 @@ def code_of(folder):
     build: what follows "arch=compute_"."""
     found = defaultdict(set)
     text = (folder / "build.ninja").read_text()
-    for source, rule in re.findall(r"\.dir/([\w/]+)\.cu\.o: CUDA_COMPILER(.*?)\n\n", text, re.DOTALL):
+    form = r"\.dir/([\w/]+)\.cu\.o: CUDA_COMPILER(.*?)\n\n"
+    for source, rule in re.findall(form, text, re.DOTALL):
         found[source] |= set(re.findall(r"code=arch=compute_(\w+,code=\[[\w,]+\])", rule))
     return found
 
