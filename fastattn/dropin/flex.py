@@ -22,6 +22,7 @@ from ..backends.base import names as backend_names
 from ..call.spec import TOKENS, acc_dtype
 from ..dispatch.library_ops import opaque_to_dynamo
 from ..score_mods.additive import Sum, as_sum, conjunction
+from ..score_mods.diagonals import diagonal_indices, is_of_difference, spread
 from ..score_mods.evaluate import evaluate
 from ..score_mods.program import Program
 from ..score_mods.recognition import Shape, Structure, recognise
@@ -102,7 +103,8 @@ def flex_attention(
 
     A band (i >= j, i - j <= w), key lengths, a tanh cap and slopes of heads cost no memory. Other
     conditions of a mask_mod take a byte for each element of the shape that their indices span: M N
-    for a condition of i and j. What a score_mod adds takes four. A score_mod that is not
+    for a condition of i and j. What a score_mod adds takes four. Programs of i - j compute one
+    value for each diagonal. A score_mod that is not
     softcap(score) + f(b, h, i, j) runs on the oracle, in O(B H M N) memory. On CPUs the values of
     captured tensors are read for this; on GPUs they are not.
 
@@ -237,8 +239,12 @@ class _Call(NamedTuple):
         """The result of a program, for all indices or for some. A score_mod may index out of range
         at pairs that the mask_mod hides."""
         where: dict[str, Any] = dict(dtype=self.dtype, score=score) | self.indices | indices
+        rows, keys = where["i"].numel(), where["j"].numel()
         try:
-            return evaluate(program, self.tensors, **where)
+            if min(rows, keys) < 2 or not is_of_difference(program):
+                return evaluate(program, self.tensors, **where)
+            once: dict[str, Any] = where | diagonal_indices(rows, keys, where["i"].device)
+            return spread(evaluate(program, self.tensors, **once), rows, keys)
         except IndexError:
             if self.mask is None or program.kind == "bool":
                 raise
