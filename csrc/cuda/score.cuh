@@ -220,12 +220,13 @@ FA_DEVICE void hide(float (&s)[n][4], const Places& at, const Visible& visible, 
 }
 
 // Distances of a tile on one side of the diagonal have one sign: they need no absolute value, which
-// no FMA takes.
+// no FMA takes. The rounding is another, and whether a row's tile is on one side depends on the other
+// row of the lane: under row_invariant all tiles are alike.
 template <int n, class Places>
 FA_DEVICE void add_alibi(float (&s)[n][4], const Places& at, float unit) {
   const float from[2] = {static_cast<float>(at.from(0)), static_cast<float>(at.from(2))};
   const auto is_aside = [&](int e) { return at.from(e) >= 8 || at.from(e) <= -8 * n; };
-  if (is_aside(0) && is_aside(2)) {
+  if (!at.head(0).p.row_invariant && is_aside(0) && is_aside(2)) {
     const auto slope = [&](int e) {
       return from[e / 2] > 0 ? -at.head(e).slope : at.head(e).slope;
     };
