@@ -21,17 +21,31 @@ M, N = 33, 46
 WHERE = dict(zip("bhij", indices(M, N)))
 
 
-@pytest.mark.parametrize("name", SCORE_MODS)
+INF = float("inf")
+SEVERAL = {
+    "two biases": lambda s, b, h, i, j: s + i * 0.5 - (j * 0.25 + h),
+    "three biases": lambda s, b, h, i, j: i * 0.5 + (h * 2.0 + (s - j * 0.25)),
+    "two conditions": lambda s, b, h, i, j: torch.where(
+        i >= j, torch.where(j % 5 == 0, -INF, s), -INF
+    ),
+    "both, and a cap": lambda s, b, h, i, j: (
+        torch.where(i >= j, 2 * torch.tanh(s / 2) - i, -INF) + h
+    ),
+}
+SUMS = SCORE_MODS | SEVERAL
+
+
+@pytest.mark.parametrize("name", SUMS)
 def test_the_parts_are_the_score(name):
     scores = torch.randn(B, H, M, N)
-    program, tensors = trace_score_mod(SCORE_MODS[name])
+    program, tensors = trace_score_mod(SUMS[name])
     cap, bias, mask = as_sum(program)
     found = scores if cap is None else cap * torch.tanh(scores / cap)
     if bias is not None:
         found = found + evaluate(bias, tensors, **WHERE)
     if mask is not None:
         found = found.masked_fill(~evaluate(mask, tensors, **WHERE), -torch.inf)
-    expected = modified(SCORE_MODS[name], scores)
+    expected = modified(SUMS[name], scores)
     torch.testing.assert_close(found.expand(expected.shape), expected, rtol=1e-5, atol=1e-5)
 
 

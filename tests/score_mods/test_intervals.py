@@ -101,6 +101,31 @@ def test_no_block_of_a_random_tree_is_wrong(tree: Tree):
     assert not ((got == NONE) & some).any(), tree.text
 
 
+FLAGS = torch.tensor([False] * 6 + [True] * 2)
+INFINITE = torch.tensor([float("inf"), -float("inf")])
+HUGE = torch.tensor([2**62, 0])
+HARD = {
+    "a divisor that passes zero": lambda b, h, i, j: i // (j - 4) >= 5,
+    "a range of a table that passes zero": lambda b, h, i, j: FLAGS[j - 2],
+    "infinities of both signs": lambda b, h, i, j: INFINITE[i % 2] + INFINITE[j % 2] <= INFINITE[0],
+    "a sum that overflows": lambda b, h, i, j: HUGE[i % 2] + HUGE[j % 2] < 1,
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_no_block_is_wrong_where_operators_are_not_monotone(name):
+    traced = trace_mask_mod(HARD[name])
+    for blocks in ((8, 8), (4, 4), (8, 2), (2, 8)):
+        every, some = truth(traced, 8, 8, *blocks)
+        got = block_classes(*traced, 8, 8, block_rows=blocks[0], block_keys=blocks[1])
+        assert not ((got == ALL) & ~every).any() and not ((got == NONE) & some).any(), blocks
+
+
+def test_the_last_block_ends_with_the_rows():
+    traced = trace_mask_mod(lambda b, h, i, j: (i < 10) & (j < 7))
+    assert (block_classes(*traced, 10, 7, block_rows=4, block_keys=4) == ALL).all()
+
+
 def test_a_part_of_a_larger_call():
     traced = trace_mask_mod(EXACT["documents, causal"])
     whole = block_classes(*traced, N, N)

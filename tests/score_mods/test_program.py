@@ -172,3 +172,30 @@ def test_zeros_of_both_signs_are_two_constants():
     ).program
     got = evaluate(program, (), score=torch.ones(B, H, N, N), **INDICES)
     assert torch.equal(got.signbit()[0, 0], torch.eye(N).bool())
+
+
+@pytest.mark.parametrize("index, is_inside", [(-5, False), (-4, True), (3, True), (4, False)])
+def test_the_range_of_an_index(index, is_inside):
+    """-4 to 3 for four elements; beyond it, an index raises only where a pair is seen."""
+    table = torch.arange(4.0)
+    places = torch.tensor([0, index])
+    program, tensors = trace_score_mod(lambda s, b, h, i, j: s + table[places[j]])
+    where = dict(INDICES, j=torch.arange(2), score=torch.zeros(1, 1, 1, 2))
+    hidden = evaluate(program, tensors, seen=torch.tensor([True, False]), **where)
+    assert hidden[..., 0].eq(0).all()
+    if is_inside:
+        assert evaluate(program, tensors, **where)[0, 0, 0, 1] == table[index]
+        return
+    for seen in (None, torch.tensor([False, True])):
+        with pytest.raises(IndexError, match=f"index {index} is out of range"):
+            evaluate(program, tensors, seen=seen, **where)
+
+
+def test_gradients_of_narrow_tables_are_rounded_once():
+    """1,000 times 1 in bfloat16, one after another, is 256."""
+    table = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    program, tensors = trace_score_mod(lambda s, b, h, i, j: s + table[0 * j])
+    j = torch.arange(1000)
+    evaluate(program, tensors, score=torch.zeros(1000), **INDICES | dict(j=j)).sum().backward()
+    expected = torch.tensor([1000.0]).to(torch.bfloat16)
+    assert torch.equal(table.grad, expected)

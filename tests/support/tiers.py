@@ -50,6 +50,7 @@ SHARES = {
     "test_tangents::test_the_worst_error_in_float64": (NONE, NONE),
     "test_tangent_mutants": (NONE, NONE),
     "test_tangent_mutants::test_a_fault_is_detected": (NONE, 47),
+    "test_score_mod_mutants": (NONE, NONE),  # each imports torch
     "test_amx_bf16_split_mutants": (NONE, 1),
     "test_amx_bf16_split_mutants::test_a_fault_of_bf16_splits_is_detected": (NONE, 37),
     "test_amx_bf16_split_mutants::test_the_source_without_faults_of_bf16_splits_passes": (
@@ -223,7 +224,7 @@ SHARES = {
     "test_marshalling_missing::test_without_headers_the_reason_is_written": (NONE, ALL),
     "test_determinism": (5, 3),
     "test_examples": (4, ALL),
-    "test_examples::test_example": (NONE, 8),
+    "test_examples::test_example": (NONE, 9),
     "test_examples::test_ranks_of_torchrun": (NONE, NONE),
     "test_instructions": (4, ALL),
     "test_instructions::test_no_more_instructions_than_recorded": (NONE, NONE),

@@ -1,0 +1,210 @@
+"""Seeded faults in the modules that trace, evaluate and classify functions of flex_attention: each
+must fail a test of the file that is named."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.backends import INTERPRETED
+from tests.support.checkout import ROOT
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="no test of Triton")
+
+# Title: module: test file; then the code, and the fault.
+FAULTS = r"""
+division of ints rounds towards zero: operators: program
+-whole = torch.div(a, _nonzero(b), rounding_mode="floor")
++whole = torch.div(a, _nonzero(b), rounding_mode="trunc")
+remainders have the sign of the dividend: operators: tracing
+-rest = torch.remainder(a, _nonzero(b))
++rest = torch.fmod(a, _nonzero(b))
+differences are reversed: operators: tracing
+-"sub": Op(_NUMERIC, torch.sub,
++"sub": Op(_NUMERIC, torch.rsub,
+a row does not see its own key: operators: tracing
+-"ge": Op(_COMPARE, torch.ge,
++"ge": Op(_COMPARE, torch.gt,
+the larger for the smaller: operators: tracing
+-"minimum": Op(_NUMERIC, torch.minimum,
++"minimum": Op(_NUMERIC, torch.maximum,
+floats are rounded to ints: operators: tracing
+-lambda x: x.to(torch.int64), int
++lambda x: x.round().to(torch.int64), int
+truncation rounds down: operators: tracing
+-"trunc": Op(_FLOAT, torch.trunc)
++"trunc": Op(_FLOAT, torch.floor)
+constants are folded with the other rounding: operators: program
+-lambda a, b: a // b if b else 0
++lambda a, b: int(a / b) if b else 0
+negative indices are clamped: evaluate: tracing
+-x = torch.where(x < 0, x + size, x)
++pass
+negative indices are refused: evaluate: tracing
+-outside = (x < -size) |
++outside = (x < 0) |
+an index of the size passes: evaluate: program
+-(x >= size)
++(x > size)
+hidden pairs are checked: evaluate: program
+-outside = outside & seen
++pass
+gradients of tables are summed in their own dtype: evaluate: program
+-x = x.to(floats)  # its
++pass  # its
+at most means less: intervals: intervals
+-return Interval(x.hi <= y.lo, ~(x.lo > y.hi))
++return Interval(x.hi < y.lo, ~(x.lo > y.hi))
+less means at most: intervals: intervals
+-return Interval(x.hi < y.lo, ~(x.lo >= y.hi))
++return Interval(x.hi <= y.lo, ~(x.lo >= y.hi))
+ranges that touch may be less: intervals: intervals
+-~(x.lo >= y.hi)
++~(x.lo > y.hi)
+ranges with one number in common are equal: intervals: intervals
+-sure = (x.lo == x.hi) & (y.lo == y.hi) &
++sure =
+ranges that overlap differ: intervals: intervals
+-~((x.lo > y.hi) | (x.hi < y.lo))
++~((x.lo > y.lo) | (x.hi < y.lo))
+what may be false is false: intervals: intervals
+-return Interval(~x.hi, ~x.lo)
++return Interval(~x.hi, ~x.hi)
+what may be is both: intervals: intervals
+-Interval(x.lo | y.lo, x.hi | y.hi)
++Interval(x.lo | y.lo, x.hi & y.hi)
+exclusive or of two unknown ones is false: intervals: intervals
+-~((x.lo & y.lo) | (~x.hi & ~y.hi))
++~((x.hi & y.hi) | (~x.hi & ~y.hi))
+a size of a range around zero is its ends': intervals: intervals
+-torch.zeros_like(low), torch.minimum(low, high))
++torch.minimum(low, high), torch.minimum(low, high))
+differences of like ends: intervals: intervals
+-"sub": lambda x, y: Interval(x.lo - y.hi, x.hi - y.lo,
++"sub": lambda x, y: Interval(x.lo - y.lo, x.hi - y.hi,
+a negative range keeps its order: intervals: intervals
+-"neg": lambda x: Interval(-x.hi, -x.lo, x.size)
++"neg": lambda x: Interval(-x.lo, -x.hi, x.size)
+products of the low ends and the high ends: intervals: intervals
+-else Interval(*_corners(torch.mul, x, y), x.size * y.size)
++else Interval(x.lo * y.lo, x.hi * y.hi, x.size * y.size)
+a choice that is not known is its first: intervals: intervals
+-torch.where(c.hi, torch.minimum(x.lo, y.lo), y.lo)
++torch.where(c.hi, x.lo, y.lo)
+divisors may pass zero: intervals: intervals
+-torch.where(spans, -most, lo), torch.where(spans, most, hi), x.size + 1
++lo, hi, x.size + 1
+remainders do not wrap: intervals: intervals
+-& (y.lo != 0) & (_floor(x.lo, d) == _floor(x.hi, d))
++& (y.lo != 0)
+bits are a remainder by one less: intervals: intervals
+-_point(m.lo + 1, mask + 1)
++_point(m.lo, mask + 1)
+the last block is whole: intervals: intervals
+-(lo + (block - 1)).clamp(max=max(count - 1, 0))
++lo + (block - 1)
+sums of infinities are numbers: intervals: intervals
+-torch.where(finite, lo, nan), torch.where(finite, hi, nan)
++lo, hi
+huge numbers are known: intervals: intervals
+-if value.kind == "int" and results[-1].size >= BIG:
++if False:
+ranges of a table lack their first element: range_tables: intervals
+-lo[here], hi[here] - (1 << k) + 1
++hi[here] - (1 << k) + 1, hi[here] - (1 << k) + 1
+negative ranges of a table do not wrap: range_tables: intervals
+-wraps = (lo < 0) & (hi >= 0)
++wraps = (lo < 0) & (hi < lo)
+a table is not transposed with its indices: range_tables: intervals
+-table, left = table.T, left[::-1]
++left = left[::-1]
+minima are not doubled: range_tables: intervals
+-torch.minimum(low[..., :-step], low[..., step:])
++low[..., step:]
+greater is at least in bands: recognition: recognition
+-c = form[2] - strict
++c = form[2]
+a band of both sides ignores less: recognition: recognition
+-limit - strict
++limit
+bands look to the other side: recognition: recognition
+-(None, c) if form[0] == 1 else (c, None)
++(c, None) if form[0] == 1 else (None, c)
+the opposite of at least is at most: recognition: recognition
+-{"ge": "lt", "gt": "le"
++{"ge": "le", "gt": "le"
+slopes by place without causal: recognition: recognition
+-return float(form[0]) if causal else None
++return float(form[0])
+any quotient is a cap: recognition: recognition
+-and numbers[1] == c:
++and numbers[1]:
+values of trained tensors are constants: recognition: recognition
+-tensor.device.type != "cpu" or tensor.requires_grad
++tensor.device.type != "cpu"
+any mask of keys is of lengths: recognition: recognition
+-return lengths if torch.equal(seen, j < lengths[:, None]) else None
++return lengths
+documents may come back: recognition: recognition
+-if torch.unique(x).numel() != starts.numel() + 1:
++if False:
+what is true of the first pair is always: recognition: recognition
+-form[0] >= 0 and form[1] >= 0 and form[2]
++form[2]
+a bias that is subtracted is added: additive: additive
+-terms.append(emit("neg", args[1]))
++terms.append(args[1])
+what a choice hides is shown: additive: additive
+-shown = args.index(own[0]) == 1
++shown = args.index(own[0]) == 2
+finite floors hide: additive: additive
+-if other.op != "constant" or other.number != HIDDEN:
++if other.op != "constant":
+a second term is dropped: additive: additive
+-while len(found) > 1:
++while len(found) > 2:
+a smaller of unlike numbers moves along: diagonals: diagonals
+-return known[0] if same else None
++return known[0]
+comparisons of unlike numbers stay: diagonals: diagonals
+-return 0 if same else None
++return 0
+a product moves as its number: diagonals: diagonals
+-return step * number
++return step
+diagonals are not turned: diagonals: diagonals
+-values.unfold(-1, keys, 1).flip(-2)
++values.unfold(-1, keys, 1)
+sums of the next rows are one place off: diagonals: diagonals
+-(rows - end, begin)
++(rows - end - 1, begin + 1)
+rows are added unturned: diagonals: diagonals
+-x.narrow(-2, begin, count).flip(-2)
++x.narrow(-2, begin, count)
+"""
+
+
+def faults():
+    blocks = FAULTS.strip().split("\n")
+    found = {}
+    for at in range(0, len(blocks), 3):
+        title, module, tests = blocks[at].split(": ")
+        old, new = blocks[at + 1], blocks[at + 2]
+        assert old[0] == "-" and new[0] == "+" and title not in found, title
+        found[title] = module, tests, old[1:], new[1:]
+    return found
+
+
+@pytest.mark.parametrize("module, tests, old, new", faults().values(), ids=faults())
+def test_a_fault_is_detected(module, tests, old, new):
+    name, file = f"fastattn.score_mods.{module}", f"tests/score_mods/test_{tests}.py"
+    run = [sys.executable, "-m", "tests.support.altered_module", name, old, new, file]
+    done = subprocess.run(
+        [*run, "--tier=whole"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and " failed" in done.stdout, done.stdout + done.stderr
