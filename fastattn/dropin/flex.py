@@ -104,9 +104,9 @@ def flex_attention(
     A band (i >= j, i - j <= w), key lengths, a tanh cap and slopes of heads cost no memory. Other
     conditions of a mask_mod take a byte for each element of the shape that their indices span: M N
     for a condition of i and j. What a score_mod adds takes four. Programs of i - j compute one
-    value for each diagonal. A score_mod that is not
-    softcap(score) + f(b, h, i, j) runs on the oracle, in O(B H M N) memory. On CPUs the values of
-    captured tensors are read for this; on GPUs they are not.
+    value for each diagonal. A score_mod that is not softcap(score) + f(b, h, i, j) runs on the
+    oracle, in O(B H M N) memory. On CPUs the values of captured tensors are read for this; on GPUs
+    they are not.
 
     In compiled code the call breaks the graph.
 
@@ -244,7 +244,7 @@ class _Call(NamedTuple):
             if min(rows, keys) < 2 or not is_of_difference(program):
                 return evaluate(program, self.tensors, **where)
             once: dict[str, Any] = where | diagonal_indices(rows, keys, where["i"].device)
-            return spread(evaluate(program, self.tensors, **once), rows, keys)
+            return spread(evaluate(program, self.tensors, **once), keys)
         except IndexError:
             if self.mask is None or program.kind == "bool":
                 raise

@@ -45,7 +45,6 @@ class Found(NamedTuple):
         seen: [n, n] bool: the pairs that it shows.
         added: [n, n] float: what it adds to a score of 0 in the first head. None: no score_mod.
         classes: [blocks, blocks]: the class of each block by intervals. None: no mask_mod.
-        exact: The same by all pairs.
         error: Of the output, of the gradients of q, k and v, and of the learned tensor's gradient,
             if there is one, relative to float64.
         plain: The same of a plain implementation in float32.
@@ -59,7 +58,6 @@ class Found(NamedTuple):
     seen: Tensor
     added: Tensor | None
     classes: Tensor | None
-    exact: Tensor | None
     error: list[float]
     plain: list[float]
     compiled: float | None
@@ -216,7 +214,6 @@ def measure(function: Function, n: int, with_compiled: bool) -> Found:
         seen=seen,
         added=None if added is None else added[0, 0],
         classes=classes,
-        exact=None if classes is None else exact_classes(seen),
         error=error,
         plain=same_dtype,
         compiled=compiled,
@@ -253,7 +250,7 @@ def prove(found: dict[str, Found]) -> Claims:
         "they are sums of many numbers that cancel",
         worst <= OF_TABLES,
     )
-    pairs = [(x.classes, x.exact) for x in found.values() if x.classes is not None]
+    pairs = [(x.classes, exact_classes(x.seen)) for x in found.values() if x.classes is not None]
     wrong = sum(int(((c != e) & (c != SOME)).sum()) for c, e in pairs)
     missed = sum(int(((c == SOME) & (e != SOME)).sum()) for c, e in pairs)
     blocks = sum(c.numel() for c, _ in pairs)

@@ -71,21 +71,18 @@ def diagonal_indices(rows: int, keys: int, device: torch.device) -> dict[str, Te
     return dict(i=i.view(1, 1, 1, -1), j=i.new_zeros(1, 1, 1, 1))
 
 
-def spread(values: Tensor, rows: int, keys: int) -> Tensor:
+def spread(values: Tensor, keys: int) -> Tensor:
     """Return the matrices of diagonals.
 
     The gradient of a diagonal is the sum along it, in a fixed order.
 
     Args:
-        values: (B,H,1,rows + keys - 1), a value for each of `diagonal_indices`; or (B,H,1,1).
-        rows: The number of rows; at least 1.
+        values: (B,H,1,rows + keys - 1), a value for each of `diagonal_indices`.
         keys: The number of keys; at least 1.
 
     Returns:
-        (B,H,rows,keys), or `values` if there is one value for all.
+        (B,H,rows,keys).
     """
-    if values.shape[-1] == 1 < rows + keys - 1:
-        return values
     return _Spread.apply(values.squeeze(2), keys)
 
 
@@ -128,9 +125,8 @@ def sums_of_diagonals(x: Tensor) -> Tensor:
         count = end - begin
         width = keys + count - 1
         # Row r begins at column r: rows of width + 1 numbers are read as rows of width numbers.
-        wide = pad(x.narrow(-2, begin, count).flip(-2), (0, count)).reshape(
-            *others, count * (width + 1)
-        )
-        skewed = wide.narrow(-1, 0, count * width).view(*others, count, width)
+        wide = pad(x.narrow(-2, begin, count).flip(-2), (0, count))
+        numbers = wide.reshape(*others, count * (width + 1)).narrow(-1, 0, count * width)
+        skewed = numbers.view(*others, count, width)
         sums = sums + pad(skewed.sum(-2), (rows - end, begin))
     return sums

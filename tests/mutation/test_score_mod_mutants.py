@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.mutation.test_cpu_mutants import edits
 from tests.support.backends import INTERPRETED
 from tests.support.checkout import ROOT
 
@@ -185,18 +186,11 @@ rows are added unturned: diagonals: diagonals
 """
 
 
-def faults():
-    blocks = FAULTS.strip().split("\n")
-    found = {}
-    for at in range(0, len(blocks), 3):
-        title, module, tests = blocks[at].split(": ")
-        old, new = blocks[at + 1], blocks[at + 2]
-        assert old[0] == "-" and new[0] == "+" and title not in found, title
-        found[title] = module, tests, old[1:], new[1:]
-    return found
+FAULT = {tuple(x.split(": ")): edit for x, edit in edits(FAULTS).items()}
+CASES = [(module, tests, *edit) for (_, module, tests), edit in FAULT.items()]
 
 
-@pytest.mark.parametrize("module, tests, old, new", faults().values(), ids=faults())
+@pytest.mark.parametrize("module, tests, old, new", CASES, ids=[title for title, *_ in FAULT])
 def test_a_fault_is_detected(module, tests, old, new):
     name, file = f"fastattn.score_mods.{module}", f"tests/score_mods/test_{tests}.py"
     run = [sys.executable, "-m", "tests.support.altered_module", name, old, new, file]
