@@ -18,6 +18,7 @@ from fastattn.examples.common import new_figure
 
 from .benchmarks import (
     decoding,
+    functions,
     gpu_session,
     launch_overhead,
     peak_memory,
@@ -183,6 +184,17 @@ def serving(options: Options) -> int:
     return _finish(result, options)
 
 
+def flex(options: Options) -> int:
+    """Rows are races, as in `serving`, on one thread."""
+    dtypes = options.dtypes or BOTH
+    with _result("flex", options, "cpu", tuple(dtypes)) as result:
+        for race in functions.races(dtypes, compiled=options.compiled):
+            seconds = options.seconds or varlen.SECONDS
+            result["flex"].append(varlen.measure(race, seconds, threads=1))
+            print(varlen.line(result["flex"][-1]), flush=True)
+    return _finish(result, options)
+
+
 def models(options: Options) -> int:
     """Rows are races, as in `serving`, at each number of threads."""
     dtypes, lengths = options.dtypes or BOTH, options.lengths or whole_models.LENGTHS
@@ -342,7 +354,7 @@ def _compile(process: isolated_process.Process, cases: list[Case], passes: tuple
 
 def _finish(result: Result, options: Options) -> int:
     _print(console.summary(result))
-    races = ("serving", "models", "derivatives", "distributed")
+    races = ("serving", "flex", "models", "derivatives", "distributed")
     sections = ("cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
         # An incomplete run never replaces a committed file.

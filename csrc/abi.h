@@ -108,7 +108,7 @@ struct FaParams {
   "keys_after T S P page blocks threads scale softcap dropout_p q_t k_t v_t mask_t sinks_t "  \
   "out_t lse_t dout_t dlse_t items_again heads_again "                                          \
   "out_size lse_size weights_size dq_size dk_size dv_size dmask_size dsinks_size out_t_size "  \
-  "lse_t_size"
+  "lse_t_size code floats ints dfloats outside classes"
 
 // The tensors that passes write.
 enum FaWritten {
@@ -125,18 +125,34 @@ enum FaWritten {
   FA_WRITES_COUNT = 10
 };
 
+// A score_mod and a mask_mod, which only the CPU's kernels run: programs of fastattn/score_mods in
+// the encoding of cpu/score/score_mod.h. Zeros if the call has none. Its fields are no part of
+// FaParams, which GPU kernels take by value.
+struct FaScoreMod {
+  const int64_t* code;     // the programs
+  const void* floats;      // captured numbers, contiguous, in the dtype of lse
+  const int64_t* ints;     // captured whole numbers and bools, contiguous
+  void* dfloats;           // the gradient of floats, or null; of a packed batch one per sequence
+  int64_t* outside;        // set to 1 if a seen pair has an index out of range
+  struct FaTensor classes; // (B,H,ceil(M/32),ceil(N/64)) FA_I8: FaBlockClass of each block of 32
+                           // rows and 64 keys; null if not known
+};
+enum FaBlockClass { FA_NO_PAIR = 0, FA_SOME_PAIRS = 1, FA_ALL_PAIRS = 2 };  // that mask_mod shows
+
 // FaParams, which kernels get, and the sizes of the tensors that they write. A size is that of the
 // tensor in memory, in the dimensions of its strides; a dimension that the tensor lacks has size 1.
 // An absent tensor has zeros. A run compares these sizes with those in FaParams before it writes.
 struct FaCall {
   struct FaParams params;
   int64_t size[FA_WRITES_COUNT][4];
+  struct FaScoreMod mod;
 };
 
 // FaPass: the kernel that a workspace is for, or that a run executes. FaStatus: what a run returns.
 // FA_BAD_LENGTH: a key length is outside [0, keys of the larger call]; FA_BAD_OFFSET: cu_q or cu_k
 // does not rise from 0 to T or S in steps of at most M or N; FA_BAD_PAGE: a page that a length
-// needs is outside [0, P). After these nothing is computed. FA_NO_MEMORY: no thread got scratch.
+// needs is outside [0, P). After these nothing is computed. FA_BAD_INDEX: a function indexes a
+// captured tensor out of range at a pair that is seen. FA_NO_MEMORY: no thread got scratch.
 // FA_BAD_EXTENT plus an FaWritten: the sizes of that tensor are not those in the comments of
 // FaParams (nothing is written); dmask may have 1 for H, M, N and, unless the batch is packed, for
 // B.
@@ -159,12 +175,13 @@ enum FaStatus {
   FA_NO_MEMORY = 2,
   FA_BAD_OFFSET = 3,
   FA_BAD_PAGE = 4,
+  FA_BAD_INDEX = 5,
   FA_BAD_EXTENT = 1 << 16  // above every cudaError_t
 };
 
 FA_EXPORT const char* fa_abi_fields(void);                                   // FA_FIELDS
 FA_EXPORT int64_t fa_cpu_max_head_dim(void);                                 // FA_CPU_MAX_HEAD_DIM
-FA_EXPORT int64_t fa_cpu_workspace(const struct FaParams* p, int64_t pass);  // bytes
+FA_EXPORT int64_t fa_cpu_workspace(const struct FaCall* call, int64_t pass);  // bytes
 FA_EXPORT int64_t fa_cpu_run(const struct FaCall* call, int64_t pass);       // FaStatus
 
 FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can run, best first:
@@ -172,7 +189,8 @@ FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can ru
                                                      // amx_model, for tests, never chosen
 FA_EXPORT const char* fa_cpu_isa(void);              // the one in use
 FA_EXPORT const char* fa_cpu_why(void);              // why that one: a sentence
-FA_EXPORT const char* fa_cpu_unit(const struct FaParams* p);  // the one that runs this call
+FA_EXPORT const char* fa_cpu_unit(const struct FaCall* call);  // the one that runs this call
+FA_EXPORT const char* fa_cpu_score_mod_ops(void);  // the operators of FaScoreMod's code, in order
 FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it;
                                                      // not while another thread is in a call
 FA_EXPORT void fa_cpu_float32_on_tiles(int64_t on);  // 0: float32 on vectors even with AMX

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar, overload
@@ -13,21 +14,26 @@ from torch import Tensor, is_grad_enabled
 from torch.nn import functional as F
 from typing_extensions import Unpack  # torch depends on it
 
+from .backends.native.libraries import cpu_unavailable
 from .backends.per_sequence import longest
 from .call.argument_hints import unknown_argument
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
 from .call.place import EVERYTHING, NUMBERS, Place
 from .call.quantisation import STORAGE
 from .call.scalars import real, whole
-from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors
-from .call.validation import check_lse, need_dense
+from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors, acc_dtype
+from .call.validation import check, check_lse, counts, need_dense
 from .dispatch import (
     context_parallel,
-    library_ops,  # noqa: F401  registers the operators that `dispatcher` dispatches to
+    library_ops,  # registers the operators that `dispatcher` dispatches to
 )
 from .dispatch.dispatcher import call
 from .dispatch.operation import ATTENTION, WEIGHTS
 from .dispatch.torch_function import handle, is_compiling, is_overridden
+from .score_mods.lowering import Begin, Lowered
+from .score_mods.mod_call import ModCall
+from .score_mods.recognition import Shape
+from .score_mods.tracing import MaskMod, ScoreMod, trace_mask_mod, trace_score_mod
 
 _ALIGNMENTS = {
     False: "",
@@ -53,6 +59,8 @@ class Arguments(TypedDict, total=False):
     seed: int | Tensor | None
     scale: float | None
     place: Place | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
     row_invariant: bool
     backend: str | None
 
@@ -109,8 +117,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(score(q k^T)) v in one fused pass (FlashAttention-2, Dao 2023).
 
-    No M x N matrix is stored. Scores go through these stages, in this order: scale, softcap, ALiBi,
-    mask. Query head h reads key head h // (H / Hk) (GQA).
+    No M x N matrix is stored. Scores go through these stages, in this order: scale, score_mod,
+    softcap, ALiBi, mask, mask_mod. Query head h reads key head h // (H / Hk) (GQA).
 
     A row that may attend to no key is empty: its output is 0, its LSE is -inf (or its sink), and
     its gradients are zero.
@@ -159,6 +167,13 @@ def attention(
             call cut into blocks of rows, keys, heads or items equal those of the whole call.
             `fastattn.merge` combines blocks of keys; only one of them gets the sinks.
             place.bottom_right aligns the rows of a call without causal.
+        score_mod: A function (score, b, h, i, j) -> score of 0-d tensors, after the scale and
+            before softcap, as torch's flex_attention has it; see `flex_attention` for what it may
+            do. b, h, i and j count in the larger call with place. Floating tensors that it captures
+            have gradients: the first, in reverse mode. CPU kernels run it on each score; other
+            backends take what it adds to the score as a mask, and decline others.
+        mask_mod: A function (b, h, i, j) -> bool, True where row i may attend to key j. It hides
+            after all other stages. Keys that it hides in whole blocks are skipped.
         row_invariant: If True, the bits of a row do not depend on the number of rows in the call:
             decoding token by token, in chunks or at once gives the same bits. This turns off the
             kernels for few rows. If False, only the results of those kernels differ, in the last
@@ -431,15 +446,16 @@ def attend(
     *,
     orders: tuple[str, str] = IN_TOKENS,
     function: str = "attention",
+    mod: Lowered | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """`attention` with its normaliser (2,B,H,M): the LSE, and the LSE's rounding error.
 
-    orders, function: as in `prepare`.
+    orders, function, mod: as in `prepare`.
     """
     if v is None:
         raise no_values()
-    t, o = prepare(q, k, v, arguments, function, orders=orders)
+    t, o = prepare(q, k, v, arguments, function, orders=orders, mod=mod)
     out, normaliser = call(ATTENTION, t, o)
     return out, normaliser
 
@@ -492,10 +508,12 @@ def prepare(
     function: str = "attention",
     *,
     orders: tuple[str, str] = IN_TOKENS,
+    mod: Lowered | None = None,
 ) -> tuple[Tensors, Options]:
     """Convert public arguments, named as in `Arguments`, to the form that all lower layers read.
 
     orders: the memory order of out, and of the gradients of q, k and v (`Options.out_order`).
+    mod: the programs of a score_mod and a mask_mod.
     """
     given = resolved(arguments, function) if arguments else DEFAULTS
     compiling = is_compiling()
@@ -526,14 +544,19 @@ def prepare(
     if seed is not None or plain.dropout_p:
         seed = _seed(seed, plain.dropout_p, q)
     t = Tensors(*(q, k, v, mask, given["key_lengths"], given["alibi_slopes"], given["sinks"], seed))
+    if given["score_mod"] is not None or given["mask_mod"] is not None:
+        t, plain, with_grad = _with_functions(t, plain, given["score_mod"], given["mask_mod"])
+    if mod is not None:
+        t = _with_captured(t, mod)
+        plain, with_grad = (x._replace(score_mod=mod.text) for x in (plain, with_grad))
     return t, with_grad if is_grad_enabled() and _requires_grad(t) else plain
 
 
 def scalars_of(o: Options) -> dict[str, Any]:
     """The scalars of `Arguments` from which `prepare` made these options."""
     found = dict(window=(o.left, o.right), place=o.place)
-    tensors = {argument.name for argument in ARGUMENTS.values()}
-    for name in DEFAULTS.keys() - found.keys() - tensors:
+    others = {argument.name for argument in ARGUMENTS.values()} | {"score_mod", "mask_mod"}
+    for name in DEFAULTS.keys() - found.keys() - others:
         found[name] = DEFAULTS[name] if getattr(o, name) == "" else getattr(o, name)
     return found
 
@@ -554,6 +577,9 @@ def prepare_packed(
 ) -> tuple[Tensors, Options]:
     """`prepare` for a packed batch."""
     paged = block_table is not None
+    functions = {name: arguments.get(name) for name in ("score_mod", "mask_mod")}
+    if any(functions.values()):  # they are traced when the sizes of sequences are known
+        arguments = {name: x for name, x in arguments.items() if name not in functions}
     laid = pages_first if paged else heads_first
     t, o = prepare(heads_first("q", q), laid("k", k), laid("v", v), arguments, function)
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -566,7 +592,72 @@ def prepare_packed(
         max_k = block_table.shape[1] * k.shape[1]
     max_k = longest("max_k", max_k, cu_k, k.shape[0])
     t = t._replace(cu_q=cu_q, cu_k=cu_k, block_table=block_table)
-    return t, o._replace(max_q=max_q, max_k=max_k)
+    o = o._replace(max_q=max_q, max_k=max_k)
+    if any(functions.values()):
+        t, plain, with_grad = _with_functions(t, o._replace(grad=False), **functions)
+        o = with_grad if is_grad_enabled() and _requires_grad(t) else plain
+    return t, o
+
+
+def runs_programs(device: torch.device, backend: str | None) -> bool:
+    """True if the CPU's kernels, which run programs, run calls on this device and backend."""
+    return device.type == "cpu" and backend in (None, "", "cpu") and cpu_unavailable() is None
+
+
+@library_ops.opaque_to_dynamo  # compiled code has a graph break here
+def _with_functions(
+    t: Tensors, o: Options, score_mod: ScoreMod | None, mask_mod: MaskMod | None
+) -> tuple[Tensors, Options, Options]:
+    """The call with a score_mod and a mask_mod, as programs, or as a mask where no kernel runs them
+    or where a mask is as small; and the options with gradients.
+
+    Raises:
+        NotImplementedError: The kernels of this device run no programs, and the score_mod amounts
+            to no mask.
+    """
+    check(t, o)
+    device, dtype = t.q.device, acc_dtype(t.q.dtype)
+    B, M, N = counts(t, o)
+    found = ModCall.of(
+        None if score_mod is None else trace_score_mod(score_mod, device=device, dtype=dtype),
+        None if mask_mod is None else trace_mask_mod(mask_mod, device=device),
+        Shape(B, t.q.shape[1], M, N),
+        dtype,
+        device,
+        Begin(o.at_item, o.at_head, o.at_row, o.at_key),
+    )
+    lowered = found.lowered(o.softcap) if runs_programs(device, o.backend) else None
+    if lowered is None:
+        t = t._replace(mask=_mask_of(found, t.mask, o))
+    else:
+        t = _with_captured(t, lowered)
+        softcap = None if score_mod is not None else o.softcap
+        o = o._replace(score_mod=lowered.text, softcap=softcap)
+    return t, o, o._replace(grad=True)
+
+
+def _with_captured(t: Tensors, mod: Lowered) -> Tensors:
+    return t._replace(captured_floats=mod.floats, captured_ints=mod.ints, mask_blocks=mod.blocks)
+
+
+def _mask_of(found: ModCall, mask: Tensor | None, o: Options) -> Tensor | None:
+    """The mask of a call, with what its functions amount to."""
+    parts = found.sum
+    if parts is None or parts.softcap is not None or (parts.bias is not None and o.softcap):
+        raise NotImplementedError(
+            "score_mod: the kernels of this device run no programs, and a score_mod that is not "
+            "score + f(b, h, i, j) before the softcap amounts to no mask: "
+            "fastattn.flex_attention runs it on the oracle"
+        )
+    shown = found.masks()["mask"]
+    bias = found.bias(None)
+    if bias is not None:
+        if mask is not None and mask.dtype == torch.bool:
+            bias, mask = torch.where(mask, bias, -math.inf), None
+        mask = bias if mask is None else bias + mask
+    if shown is None or mask is None:
+        return mask if shown is None else shown
+    return mask & shown if mask.dtype == torch.bool else torch.where(shown, mask, -math.inf)
 
 
 def _options(

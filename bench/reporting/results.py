@@ -44,6 +44,7 @@ def start(
         "targets": [],
         "subnormals": [],
         "serving": [],
+        "flex": [],
         "models": [],
         "derivatives": [],
         "distributed": [],

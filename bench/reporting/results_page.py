@@ -200,6 +200,10 @@ def serving(results: Sequence[Result]) -> Iterator[str]:
     return _races(results, "serving")
 
 
+def flex(results: Sequence[Result]) -> Iterator[str]:
+    return _races(results, "flex")
+
+
 def models(results: Sequence[Result]) -> Iterator[str]:
     return _races(results, "models")
 
@@ -281,6 +285,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "targets": ("targets", targets),
     "subnormals": ("subnormals", subnormals),
     "serving": ("serving", serving),
+    "flex": ("flex", flex),
     "models": ("models", models),
     "derivatives": ("derivatives", derivatives),
     "distributed": ("distributed", distributed),

@@ -17,7 +17,7 @@ namespace FA_ISA {
 
 #if defined(FA_AMX)
 template <int P>
-Plan plan_with(const FaParams& p, int64_t pass) {
+Plan plan_with(const Params& p, int64_t pass) {
   switch (pass) {
     case FA_FORWARD:
       return AmxDecode<P>::suits(p) ? AmxDecode<P>::plan(p) : AmxForward<P>::plan(p);
@@ -28,7 +28,7 @@ Plan plan_with(const FaParams& p, int64_t pass) {
   }
 }
 
-Plan make_plan(const FaParams& p, int64_t pass) {
+Plan make_plan(const Params& p, int64_t pass) {
   switch (p.q.dtype) {
     case FA_BF16:
       return plan_with<1>(p, pass);
@@ -42,13 +42,13 @@ Plan make_plan(const FaParams& p, int64_t pass) {
 // With fewer than four rows on the same keys, tiles are so empty that they gain nothing, measured.
 // Splitting keys and values that are read once costs what vectors need for some ten or twenty rows,
 // counted in instructions; not measured.
-bool decodes(const FaParams& p) {
+bool decodes(const Params& p) {
   const int64_t least = p.q.dtype == FA_BF16 ? 4 : p.q.dtype == FA_F16 ? 16 : 32;
   return !p.row_invariant && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
 }
 #else
 template <class Mul>
-Plan plan_with(const FaParams& p, int64_t pass) {
+Plan plan_with(const Params& p, int64_t pass) {
   using Tangent = Jvp<typename Mul::Real>;
   const bool other_scores = Mul::pair > 1 || FewRows<Mul>::suit(p);  // than those of Plain
   switch (pass) {
@@ -71,7 +71,7 @@ Plan plan_with(const FaParams& p, int64_t pass) {
   }
 }
 
-Plan make_plan(const FaParams& p, int64_t pass) {
+Plan make_plan(const Params& p, int64_t pass) {
   if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);
 #if defined(__AVX512BF16__)
   if (p.q.dtype == FA_BF16) return plan_with<PairedBf16>(p, pass);
@@ -81,7 +81,7 @@ Plan make_plan(const FaParams& p, int64_t pass) {
 
 // True if the instruction set for decoding runs this call: few rows on many keys, with keys and
 // values read in place. Its gradients and weights run there, too: one set computes a call's scores.
-bool decodes(const FaParams& p) {
+bool decodes(const Params& p) {
   return p.q.dtype == FA_F64 ? FewRows<Plain<double>>::suit(p) : FewRows<Plain<float>>::suit(p);
 }
 #endif

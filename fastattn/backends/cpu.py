@@ -6,6 +6,7 @@ from torch import Tensor, get_num_threads
 
 from ..call.spec import Feature, Tensors
 from ..call.validation import DTYPES
+from ..score_mods.encoding import encode
 from .base import COMMON_FEATURES, Support, check_values, register
 from .native import libraries
 from .native.extents import refused
@@ -26,6 +27,7 @@ class Cpu(Launcher):
             | Feature.QUANTISED
             | Feature.TANGENTS
             | Feature.UNROUNDED
+            | Feature.SCORE_MOD
         ),
     )
 
@@ -39,10 +41,16 @@ class Cpu(Launcher):
         spec = like.spec
         if spec.given:
             t = convert(spec, t)
-        given = like.form, PLACES[which], (*t, *after), get_num_threads()
+        form = _with_code(like) if spec.score_mod else like.form
+        given = form, PLACES[which], (*t, *after), get_num_threads()
         status = launch(libraries.cpu().run_at, which, like.brief, *given)
         if status == libraries.OK:
             return
+        if status == libraries.BAD_INDEX:
+            raise IndexError(
+                "a score_mod or mask_mod indexes a captured tensor out of range at a pair of a row "
+                "and a key that is seen: hide such pairs with mask_mod, or clamp the index"
+            )
         if status in (libraries.BAD_LENGTH, libraries.BAD_OFFSET, libraries.BAD_PAGE):
             check_values(spec, t)
         if status >= libraries.BAD_EXTENT:
@@ -50,6 +58,20 @@ class Cpu(Launcher):
         if status == libraries.NO_MEMORY:
             raise MemoryError("the CPU kernels could not allocate their scratch memory")
         raise RuntimeError(f"the CPU kernels returned the unknown status {status}")
+
+
+def _with_code(like: Prepared) -> bytes:
+    """FaCall without tensors, with the code of the score_mod. The spec keeps the code."""
+    spec = like.spec
+    found = spec.launcher_cache.get("with_code")
+    if found is None:
+        operators = libraries.cpu().score_mod_ops
+        code = encode(spec.score_mod, spec.floats, spec.ints, operators)
+        at, end = libraries.offset("code"), libraries.offset("code") + 8
+        address = libraries.POINTER.pack(code.buffer_info()[0])
+        form = like.form[:at] + address + like.form[end:]
+        found = spec.launcher_cache["with_code"] = form, code
+    return found[0]
 
 
 register(Cpu())

@@ -17,8 +17,9 @@ from .native.marshalling import pack, places
 from .per_sequence import backward_in_turn, second_in_turn
 
 # The tensors of each pass after the call's own: field of FaCall -> `Argument.passed_as`.
-_GRADIENTS = {f"d{name}": ARGUMENTS[name].passed_as for name in DIFFERENTIABLE}
-_TANGENTS = {f"{name}_t": ARGUMENTS[name].passed_as for name in DIFFERENTIABLE}
+_GRADIENTS = {f"d{ARGUMENTS[name].field}": ARGUMENTS[name].passed_as for name in DIFFERENTIABLE}
+_MOVING = [name for name in DIFFERENTIABLE if name != "captured_floats"]  # what may have a tangent
+_TANGENTS = {f"{name}_t": ARGUMENTS[name].passed_as for name in _MOVING}
 _MOVED = dict(out_t="strided", lse_t="column")
 AFTER: dict[int, dict[str, str]] = {
     libraries.FORWARD: dict(out="strided", lse="pair"),
@@ -225,7 +226,7 @@ def _prepare(spec: AttentionSpec) -> Prepared:
 
 def _tangents(spec: AttentionSpec, tangents: Tangents) -> tuple[Tensor | None, ...]:
     """The tangents, in the dtypes that kernels read."""
-    named = zip((ARGUMENTS[name].dtype for name in DIFFERENTIABLE), tangents)
+    named = ((ARGUMENTS[name].dtype, getattr(tangents, name)) for name in _MOVING)
     return tuple(x if x is None else x.to(_kernel_dtype(rule, x, spec)) for rule, x in named)
 
 

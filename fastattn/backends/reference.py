@@ -12,6 +12,9 @@ from torch import Tensor
 from .. import reference as oracle
 from ..call.spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tangents, Tensors
 from ..call.validation import DTYPES
+from ..score_mods.encoding import ModText
+from ..score_mods.evaluate import evaluate
+from ..score_mods.partial_derivatives import ScoreModAt
 from .base import COMMON_FEATURES, Support, check_values, empty_dense, register
 from .per_sequence import backward_in_turn, jvp_in_turn, second_in_turn, sequences
 
@@ -159,8 +162,10 @@ class Reference:
         return _as_inputs(spec, t, _score_gradients(spec, w, p, dp, delta), needs_grad)
 
 
-# The optional tensors, except those used after the scores and those of packed batches alone.
+# The optional tensors, except those used after the scores, those of packed batches alone, and those
+# of a score_mod.
 _OTHERS = ("sinks", "seed", "normaliser", "cu_q", "cu_k", "block_table", "k_scale", "v_scale")
+_OTHERS += ("captured_floats", "captured_ints", "mask_blocks")
 _OF_SCORES = [x for x in Tensors._field_defaults if x not in _OTHERS]
 
 
@@ -178,13 +183,77 @@ def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
 def score_arguments(spec: AttentionSpec, t: Tensors) -> dict[str, Any]:
     """The oracle's arguments for scores. The window's right edge and the place stand for causal."""
     left, right = (None if x >= UNLIMITED else x for x in (spec.left, spec.right))
-    return {ARGUMENTS[name].name: getattr(t, name) for name in _OF_SCORES} | dict(
+    found = {ARGUMENTS[name].name: getattr(t, name) for name in _OF_SCORES} | dict(
         causal=False,
         window=(left, right),
         softcap=spec.softcap or None,
         scale=spec.scale,
         place=spec.place,
     )
+    if spec.score_mod:
+        functions = _Functions.of(spec, t)
+        found["mask"] = functions.mask(t.mask)
+        if functions.has_score:
+            found["score_mod"] = lambda s: functions.at(s).value()
+    return found
+
+
+class _Functions(NamedTuple):
+    """The score_mod and the mask_mod of a call."""
+
+    text: str
+    has_score: bool
+    shown: Tensor | None  # what the mask_mod shows
+    captured: tuple[Tensor, Tensor]
+    indices: dict[str, Tensor]
+    factor: float
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, t: Tensors) -> _Functions:
+        programs, device = ModText.parse(spec.score_mod), t.q.device
+        none = torch.zeros(1, dtype=spec.acc_dtype, device=device), torch.zeros(1, device=device)
+        floats = none[0] if t.captured_floats is None else t.captured_floats
+        ints = none[1].long() if t.captured_ints is None else t.captured_ints
+        counts = {
+            "b": (spec.at_item, spec.B, spec.dropout_batch_period),
+            "h": (spec.at_head, spec.H, spec.dropout_head_period),
+            "i": (spec.at_row, t.q.shape[2], 0),
+            "j": (spec.at_key, t.k.shape[2], 0),
+        }
+        indices = {}
+        for dim, (name, (first, n, period)) in enumerate(counts.items()):
+            x = torch.arange(n, device=device)
+            x = first + (x % period if period else x)
+            indices[name] = x.view(-1, *(1,) * (3 - dim))
+        given: dict[str, Any] = dict(dtype=spec.acc_dtype, **indices)
+        mask = programs.mask
+        shown = None if mask is None else evaluate(mask, (floats, ints), **given)
+        has_score = programs.score is not None
+        captured = floats, ints
+        return cls(spec.score_mod, has_score, shown, captured, indices, spec.scale)
+
+    def mask(self, mask: Tensor | None) -> Tensor | None:
+        """A mask, with what the mask_mod hides."""
+        if self.shown is None or mask is None:
+            return self.shown if mask is None else mask
+        hides = mask.dtype != torch.bool
+        return torch.where(self.shown, mask, -torch.inf) if hides else mask & self.shown
+
+    def at(self, products: Tensor) -> ScoreModAt:
+        return ScoreModAt(self.text, self.captured, self.indices, products, self.shown)
+
+
+def _score_mod_at(spec: AttentionSpec, t: Tensors, k: Tensor) -> ScoreModAt | None:
+    """The score_mod at the call's products; k has H heads."""
+    functions = _Functions.of(spec, t) if spec.score_mod else None
+    return functions.at(t.q @ k.mT * spec.scale) if functions and functions.has_score else None
+
+
+def _derivative(spec: AttentionSpec, t: Tensors, k: Tensor, mod: ScoreModAt | None) -> Any:
+    """The derivative of a score by q.k."""
+    if mod is not None:
+        return spec.scale * mod.slope()
+    return oracle.derivative(t.q, k, **score_arguments(spec, t))
 
 
 # The gradients are written out, not left to autograd: a backend may run below autograd's dispatch,
@@ -220,10 +289,18 @@ def _score_gradients(
         grads["mask"] = ds.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)
     if t.sinks is not None:
         grads["sinks"] = -(_shares(t, p) * delta).sum((0, 2))
-    ds = ds * oracle.derivative(t.q, k, **score_arguments(spec, t))
+    mod = _score_mod_at(spec, t, k)
+    if mod is not None and t.captured_floats is not None:
+        grads["captured_floats"] = mod.gradient(ds)
+    ds = _by_product(ds, _derivative(spec, t, k, mod))
     grads["q"] = ds @ k
     grads["k"] = _sum_groups(spec, ds.mT @ t.q)
     return grads
+
+
+def _by_product(ds: Tensor, derivative: Any) -> Tensor:
+    """The gradient of products; 0 where that of scores is, because a hidden score may have none."""
+    return torch.where(ds == 0, 0.0, ds * derivative)
 
 
 class _ScoreTangents(NamedTuple):
@@ -245,7 +322,10 @@ def _score_and_lse_tangents(
     products_t = zero if u.q is None else u.q @ k.mT
     if u.k is not None:
         products_t = products_t + t.q @ _heads(spec, u.k, t).mT
-    s_t = products_t * oracle.derivative(t.q, k, **score_arguments(spec, t))
+    mod = _score_mod_at(spec, t, k)
+    s_t = products_t * _derivative(spec, t, k, mod)
+    if mod is not None and u.captured_floats is not None:
+        s_t = s_t + mod.of_floats(u.captured_floats)
     if u.mask is not None:
         s_t = s_t + u.mask
     s_t = s_t.masked_fill(p == 0, 0)  # the tangent of a hidden score may be NaN
@@ -287,10 +367,20 @@ def _score_tangents(
         sinks_t = 0 if u.sinks is None else u.sinks[:, None]
         share_t = _seen(share, sinks_t - moved.lse_t)
         grads["sinks"] = -(share_t * delta + share * delta_t).sum((0, 2))
-    k, given = _heads(spec, t.k, t), score_arguments(spec, t)
-    by_product = oracle.derivative(t.q, k, **given)
-    bent = ds * oracle.derivative_tangent(t.q, k, moved.products_t, **given)
-    ds, ds_t = ds * by_product, ds_t * by_product + bent
+    k = _heads(spec, t.k, t)
+    mod, by_product = _score_mod_at(spec, t, k), moved.products_t * spec.scale
+    if mod is not None:
+        if t.captured_floats is not None:
+            own = ds, ds_t, by_product, u.captured_floats
+            grads["captured_floats"] = mod.gradient_tangent(*own)
+        curved = spec.scale * mod.slope_tangent(by_product, u.captured_floats)
+    else:
+        curved = oracle.derivative_tangent(t.q, k, moved.products_t, **score_arguments(spec, t))
+    derivative = _derivative(spec, t, k, mod)
+    ds, ds_t = (
+        _by_product(ds, derivative),
+        _by_product(ds_t, derivative) + _by_product(ds, curved),
+    )
     grads["q"], dk = ds_t @ k, ds_t.mT @ t.q
     if u.k is not None:
         grads["q"] = grads["q"] + ds @ _heads(spec, u.k, t)

@@ -48,6 +48,7 @@ class Feature(enum.Flag):
     QUANTISED = enum.auto()  # keys and values in eight bits, a scale for each row
     TANGENTS = enum.auto()  # the passes of forward mode and of second derivatives
     UNROUNDED = enum.auto()  # results for 16-bit inputs in the dtype of the sums
+    SCORE_MOD = enum.auto()  # functions of the score, its row and its key, as programs
 
 
 MEANING = {  # the rows of the support table, for readers
@@ -68,6 +69,7 @@ MEANING = {  # the rows of the support table, for readers
     Feature.QUANTISED: "k_scale, v_scale: keys and values of int8 or float8, without gradient",
     Feature.TANGENTS: "forward mode (jvp) and second derivatives",
     Feature.UNROUNDED: "parts of a ring: 16 bits in, float32 out",
+    Feature.SCORE_MOD: "score_mod, mask_mod: functions, with gradients of what they capture",
 }
 
 
@@ -93,7 +95,8 @@ class Argument(NamedTuple):
         are k's sizes for B and N.
     dtype: "q", that of q; "kv", that of q or, with scales, one of quantisation.STORAGE; "mask",
         that of q, bool or float32; "floating", any, which kernels get as `acc_dtype`; "acc",
-        float32, or float64 for float64 inputs; "float32"; "integer", int32 or int64; "int64".
+        float32, or float64 for float64 inputs; "float32"; "integer", int32 or int64; "int64";
+        "int8".
     passed_as: how it is passed to kernels behind csrc/abi.h: a key of `marshalling.PASSED_AS`.
     """
 
@@ -149,6 +152,32 @@ class Tensors(NamedTuple):
     v_scale: Annotated[
         Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
     ] = None
+    captured_floats: Annotated[  # of a score_mod and a mask_mod: `score_mods.lowering`
+        Tensor | None,
+        Argument(
+            ("floats",),
+            "acc",
+            "pointer",
+            feature=Feature.SCORE_MOD,
+            gradient=True,
+            field="floats",
+        ),
+    ] = None
+    captured_ints: Annotated[
+        Tensor | None,
+        Argument(("ints",), "int64", "pointer", feature=Feature.SCORE_MOD, field="ints"),
+    ] = None
+    mask_blocks: Annotated[  # of a mask_mod: the class of each block of 32 rows and 64 keys
+        Tensor | None,
+        Argument(
+            ("B H block_rows block_keys",),
+            "int8",
+            "broadcast",
+            feature=Feature.SCORE_MOD,
+            broadcast=True,
+            field="classes",
+        ),
+    ] = None
     normaliser: Annotated[Tensor | None, Argument(("2 B H M",), "acc", "pair", field="lse")] = None
 
     def given(self, name: str) -> Tensor:
@@ -167,6 +196,7 @@ class Tangents(NamedTuple):
     v: Tensor | None = None
     mask: Tensor | None = None
     sinks: Tensor | None = None
+    captured_floats: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -188,6 +218,7 @@ class Options(NamedTuple):
     acc_dtype_out: bool = False  # attention only: results in `acc_dtype`, to be added to others
     out_order: str = TOKENS  # out's dimensions in memory, the outermost first; D is the innermost
     grad_order: str = TOKENS  # the same of the gradients of q, k and v; "M" is rows or keys
+    score_mod: str = ""  # the programs of a score_mod and a mask_mod: `score_mods.encoding.ModText`
     dropout_batch_period: int = 0  # `vmap_fold`
     dropout_head_period: int = 0
     at_row: int = 0  # from here on: `Place`
@@ -268,8 +299,9 @@ class AttentionSpec:
 
     Row i has position i' = i + (length - M if bottom_right else 0). The scores are, in this order,
 
-        s = scale * q.k;  s = softcap * tanh(s / softcap);  s -= slope * |i' - j|;  s += mask
-        keep i' - left <= j <= i' + right and j < length
+        s = scale * q.k;  s = score_mod(s, b, h, i, j);  s = softcap * tanh(s / softcap)
+        s -= slope * |i' - j|;  s += mask
+        keep i' - left <= j <= i' + right and j < length and mask_mod
 
     followed by softmax (with the sink as one more logit) and dropout.
 
@@ -323,6 +355,9 @@ class AttentionSpec:
     P: int = 0  # the number of pages, the rows of one, and the most pages of a sequence
     page: int = 0
     blocks: int = 0
+    score_mod: str = ""
+    floats: int = 0  # the numbers of elements of captured_floats and captured_ints
+    ints: int = 0
     storage: torch.dtype | None = None  # the dtype of k and v, if they have scales
 
     def __hash__(self) -> int:  # specs are long-lived keys: hash once
@@ -357,6 +392,7 @@ class AttentionSpec:
             Feature.TANGENTS: self.tangents,
             Feature.INVARIANT: self.row_invariant,
             Feature.UNROUNDED: self.acc_dtype_out,
+            Feature.SCORE_MOD: bool(self.score_mod),
             Feature.PLACE: any(getattr(self, name) for name in (*PLACED, *DROPOUT_PERIODS)),
         }
         by_tensors = (ARGUMENTS[name].feature for name in self.given)
@@ -403,6 +439,7 @@ class AttentionSpec:
         return f"{sizes} {str(self.dtype)[6:]} {self.device} [{' '.join(names).lower()}]"
 
 
+BLOCK_ROWS, BLOCK_KEYS = 32, 64  # of a block that `mask_blocks` has a class for
 # The position of the call in a larger one.
 PLACED = ("at_row", "at_key", "at_head", "at_item", "rows_after", "keys_after")
 DROPOUT_PERIODS = (

@@ -18,6 +18,8 @@ from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
 from .spec import (
     ARGUMENTS,
+    BLOCK_KEYS,
+    BLOCK_ROWS,
     DROPOUT_PERIODS,
     TOKENS,
     Argument,
@@ -37,7 +39,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
     """The spec of a call with these tensors and options; raises if they break a rule."""
     check(t, o)
     (_, H, T, D), (_, Hk, S, _) = t.q.shape, t.k.shape
-    B, M, N = _counts(t, o)
+    B, M, N = counts(t, o)
     left, right, bottom_right = o.band
     return AttentionSpec(
         B=B,
@@ -79,11 +81,14 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         P=0 if t.block_table is None else t.k.shape[0],
         page=0 if t.block_table is None else S,
         blocks=0 if t.block_table is None else t.block_table.shape[1],
+        score_mod=o.score_mod,
+        floats=0 if t.captured_floats is None else t.captured_floats.shape[0],
+        ints=0 if t.captured_ints is None else t.captured_ints.shape[0],
         storage=None if t.k_scale is None else t.k.dtype,
     )
 
 
-def _counts(t: Tensors, o: Options) -> tuple[int, int, int]:
+def counts(t: Tensors, o: Options) -> tuple[int, int, int]:
     """B, M and N: items, rows and keys of each item; in a packed batch, of the longest sequence."""
     if t.cu_q is None:
         return t.q.shape[0], t.q.shape[2], t.k.shape[2]
@@ -100,11 +105,12 @@ def check(t: Tensors, o: Options) -> None:
         expected = f"{t.q.device}, as q has"
         need(x.device == t.q.device, f"{argument.name}.device", x.device, expected)
     sizes = _layout(t) | _packed(t, o)
+    sizes |= _of_score_mod(t, o, sizes)
     for name, argument, x in _present(t):
         if name in Tensors._field_defaults:
             _shape_fits(argument, x, sizes)
     _scalars(o, t.q.dtype)
-    _place(o.place, *_counts(t, o)[1:])
+    _place(o.place, *counts(t, o)[1:])
     sums = t.v is not None and t.cu_q is None
     need(
         sums or not o.acc_dtype_out, "acc_dtype_out", True, "False of weights and of packed batches"
@@ -200,6 +206,7 @@ def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> No
         ),
         "integer": (x.dtype in (torch.int32, torch.int64), "torch.int32 or torch.int64"),
         "int64": (x.dtype == torch.int64, "torch.int64"),
+        "int8": (x.dtype == torch.int8, "torch.int8"),
         "floating": (x.is_floating_point(), f"a floating dtype such as {exact}"),
         "acc": (x.dtype == exact, str(exact)),
         "float32": (x.dtype == torch.float32, "torch.float32"),
@@ -263,7 +270,7 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
     for name in DROPOUT_PERIODS:
         x = getattr(o, name)
         need(x == 0, name, x, "0, of a packed batch")
-    B, M, N = _counts(t, o)
+    B, M, N = counts(t, o)
     sizes = {"B": B, "B+1": B + 1, "M": M, "N": N}
     if t.block_table is None:
         return sizes
@@ -271,6 +278,24 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
     need(0 < t.k.shape[2] <= INT32_MAX, "k", _shape(t.k), f"pages of 1 to {INT32_MAX} keys")
     need(t.key_lengths is not None, "key_lengths", None, "how many keys each sequence has in pages")
     return sizes | {"blocks": t.block_table.shape[1]}
+
+
+def _of_score_mod(t: Tensors, o: Options, sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes of letters of what a score_mod captures."""
+    found = {
+        "block_rows": -(-sizes["M"] // BLOCK_ROWS),
+        "block_keys": -(-sizes["N"] // BLOCK_KEYS),
+    }
+    captured = {"floats": t.captured_floats, "ints": t.captured_ints}
+    for letter, x in captured.items():
+        if x is not None:
+            need(x.ndim == 1, f"captured_{letter}", _shape(x), "one dimension")
+            found[letter] = x.shape[0]
+    given = t.mask_blocks is not None or any(x is not None for x in captured.values())
+    need(bool(o.score_mod) or not given, "score_mod", repr(""), "programs, beside captured tensors")
+    alone = o.softcap is None or not o.score_mod or o.score_mod.startswith("\n")
+    need(alone, "softcap", o.softcap, "None beside a score_mod's program, which contains it")
+    return found
 
 
 def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from ..backends.native.marshalling import Kind, kind
 from ..call.spec import Options, Tangents, Tensors
 from . import functorch, run_pass
+from .forward_arguments import flat
 from .legacy_vmap import is_batched_by_autograd
 from .operation import ATTENTION, Operation, plan, run_backward, spread
 from .profiler_events import recorded, recording
@@ -46,7 +47,7 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
     if _is_compiling():
         if name := _handled(t):
             return HANDLERS[name](op, t, o)
-        return as_tuple(op.operator()(*t, *o))
+        return as_tuple(op.operator()(*flat(t, o)))
     if _transforms() or (forward_ad._current_level >= 0 and run_pass.has_tangents(t)):
         return functorch.Attention.apply(op, o._replace(grad=True), *t)
     kind_of_tensors = None if dispatch_mode_active() else kind(t)

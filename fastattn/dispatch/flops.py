@@ -12,9 +12,10 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
 
-from ..call.spec import INDEX
+from ..call.spec import DIFFERENTIABLE, INDEX
 
 COUNTER = "torch.utils.flop_counter"
+N_TANGENTS = len(DIFFERENTIABLE)
 PACKED = ("cu_q", "cu_k", "key_lengths")
 
 
@@ -34,21 +35,21 @@ def jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Over D: the scores, and a product for each of q_t and k_t. Over Dv: the tangent of P times v,
     a product for v_t, and one for out unless it is known. args begin with the tangents, then out
     and normaliser, or None for both."""
-    q_t, k_t, v_t, _, _, out = args[:6]
-    k, v = args[8:10]
+    q_t, k_t, v_t, *_, out = args[: N_TANGENTS + 1]
+    k, v = args[N_TANGENTS + 3 : N_TANGENTS + 5]
     of_keys = 1 + (q_t is not None) + (k_t is not None)
     of_values = 1 + (v_t is not None) + (out is None)
-    return 2 * _scores(args[7:]) * (of_keys * k.shape[3] + of_values * v.shape[3])
+    return 2 * _scores(args[N_TANGENTS + 2 :]) * (of_keys * k.shape[3] + of_values * v.shape[3])
 
 
 def second(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Twelve products, if q, k, v and dout all have tangents."""
     q_t, k_t, v_t = args[:3]
-    dout_t = args[11]
-    k, v = args[14:16]
+    dout_t = args[N_TANGENTS + 6]
+    k, v = args[N_TANGENTS + 9 : N_TANGENTS + 11]
     of_keys = 3 + 2 * ((q_t is not None) + (k_t is not None))
     of_values = 2 + (v_t is not None) + 2 * (dout_t is not None)
-    return 2 * _scores(args[13:]) * (of_keys * k.shape[3] + of_values * v.shape[3])
+    return 2 * _scores(args[N_TANGENTS + 8 :]) * (of_keys * k.shape[3] + of_values * v.shape[3])
 
 
 def _scores(args) -> int:

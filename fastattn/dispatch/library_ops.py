@@ -28,6 +28,7 @@ from ..call.spec import (
 from ..call.validation import check, check_results
 from . import flops, formulas, functorch
 from .formulas import PassCall, Passes, names
+from .forward_arguments import FIELDS, LATER, flat, pair
 from .functorch import N_TANGENTS, N_TENSORS, parts
 from .operation import (
     ATTENTION,
@@ -70,12 +71,21 @@ def inputs_schema() -> str:
     return ", ".join(f"{kind} {NATIVE_NAMES.get(name, name)}" for name, kind in types.items())
 
 
+def forward_schema() -> str:
+    """The same in the order of `forward_arguments`, with defaults for later arguments."""
+    kinds = dict(zip((*ARGUMENTS, *Options._fields), inputs_schema().split(", ")))
+    defaults = {name: "None" if name in ARGUMENTS else '""' for name in LATER}
+    return ", ".join(
+        kinds[name] + (f"={defaults[name]}" if name in defaults else "") for name in FIELDS
+    )
+
+
 def _define(op: Operation) -> None:
     """Register the forward and backward operators of an operation, each with fake kernel, autograd
     formula, vmap rule and FLOP count."""
     name, back, inputs = op.name, op.name + "_backward", inputs_schema()
     results = ", ".join(f"Tensor {x}" for x in op.results)
-    library.define(f"{name}({inputs}) -> ({results})", tags=TAGS)
+    library.define(f"{name}({forward_schema()}) -> ({results})", tags=TAGS)
     given = [f"Tensor? d{x}" for x in op.results] + [f"Tensor out_{x}" for x in op.results]
     n = len(op.results)
     _register(op, name, _forward_kernel, fake, _autograd, _save, _vmap, flops.forward)
@@ -110,7 +120,9 @@ def _register(op: Operation, name: str, kernel, fake, autograd, save, vmap, coun
 
 
 def split(args: Sequence[Any]) -> tuple[Tensors, Options]:
-    return Tensors(*args[:N_TENSORS]), Options(*args[N_TENSORS : N_TENSORS + N_SCALARS])
+    """The call of a forward operator's arguments."""
+    t, o = pair(args)
+    return Tensors(*t), Options(*o)
 
 
 def _untuple(outs: tuple):
@@ -161,21 +173,21 @@ def _keep_whole_in_inductor(operator: torch._ops.OpOverload) -> None:
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:N_TENSORS], *as_tuple(output))
-    ctx.options = inputs[N_TENSORS:]
+    t, ctx.options = pair(inputs)
+    ctx.save_for_backward(*t, *as_tuple(output))
     ctx.set_materialize_grads(False)
 
 
 def _autograd(op: Operation, ctx, *grads):
     t, outs = parts(ctx.saved_tensors, N_TENSORS)
-    needs_grad = op.needs_grad(ctx.needs_input_grad)
+    needs_grad = op.needs_grad(pair(ctx.needs_input_grad)[0])
     found = RUN.backward(op, ctx.options, needs_grad, grads, outs, t)
-    return (*spread(found, needs_grad), *(None,) * N_SCALARS)
+    return flat(spread(found, needs_grad), (None,) * N_SCALARS)
 
 
 def _vmap(op: Operation, info, in_dims, *args):
     t, o = split(args)
-    dims = in_dims[:N_TENSORS]
+    dims, _ = pair(in_dims)
     outs, dims = functorch.batched_forward(RUN, op, info.batch_size, dims, t, o)
     return _untuple(outs), _untuple(dims)
 
@@ -346,8 +358,15 @@ def _run(operator, tensors: Sequence[Tensor | None], *rest):
     return operator(*tensors, *rest)
 
 
+def _run_forward(op: Operation, o: Options, t: Sequence[Tensor | None]):
+    if drops_tangents() and not has_tangents(t):
+        with no_tangents():
+            return op.operator()(*flat(t, o))
+    return op.operator()(*flat(t, o))
+
+
 RUN = Passes(
-    forward=lambda op, o, t: as_tuple(_run(op.operator(), t, *o)),
+    forward=lambda op, o, t: as_tuple(_run_forward(op, o, t)),
     backward=lambda op, o, needs_grad, grads, outs, t: _run(
         op.operator("_backward"), (*grads, *outs, *t), *o, list(needs_grad)
     ),

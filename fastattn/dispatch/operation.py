@@ -157,14 +157,22 @@ def run_second(
 ) -> list[Tensor]:
     """The tangents of the gradients that `needs_grad` names. outs: all results of
     `WithTangents.jvp`; grads: the gradients of out and LSE, and the tangents of these."""
-    spec, backend = _planned_for_tangents(op, t, o, kind, tangents)
+    captures = "captured_floats" in needs_grad
+    spec, backend = _planned_for_tangents(op, t, o, kind, tangents, captures)
     found = backend.second(spec, t, tangents, outs, *grads, needs_grad)
     return [found[name] for name in needs_grad]
 
 
 def _planned_for_tangents(
-    op: Operation, t: Tensors, o: Options, kind: Kind | None, tangents: Tangents
+    op: Operation,
+    t: Tensors,
+    o: Options,
+    kind: Kind | None,
+    tangents: Tangents,
+    captures: bool = False,
 ):
+    """captures: whether the gradient of captured numbers has a tangent. No kernel has that, nor
+    their tangents: the oracle does."""
     need_tangents(op)
     for name, x_t in zip(Tangents._fields, tangents):
         if x_t is not None:  # a direct call of the operator may be wrong
@@ -175,7 +183,8 @@ def _planned_for_tangents(
     _need_derivatives(spec)
     if spec.acc_dtype_out:
         raise NotImplementedError("unrounded results have no derivative but the first in reverse")
-    return _plan_tangents(spec, o.backend, t.q.device)
+    captures = captures or tangents.captured_floats is not None
+    return _plan_tangents(spec, "reference" if captures else o.backend, t.q.device)
 
 
 def need_tangents(op: Operation) -> None:

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from ..backends.native.marshalling import kind
 from ..call.spec import Options, Tangents, Tensors
 from ..call.validation import check
+from .forward_arguments import flat
 from .operation import Operation, plan, run_backward, run_forward, run_jvp, run_second
 from .profiler_events import recorded, recording
 
@@ -98,7 +99,7 @@ def call_via_operator(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ..
         return _traced(op, t, o)
     check(t, o)
     with no_tangents():
-        return as_tuple(op.operator()(*t, *o))
+        return as_tuple(op.operator()(*flat(t, o)))
 
 
 def _traced(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
@@ -108,11 +109,11 @@ def _traced(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     with warnings.catch_warnings():  # the rules look at sizes, which a trace may vary
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
-            return as_tuple(decomposition_table[run.default](*t, *o))
+            return as_tuple(decomposition_table[run.default](*flat(t, o)))
         check(t, o)
     # A traced graph may run with and without gradients.
     with no_tangents():
-        return as_tuple(run(*t, *o._replace(grad=True)))
+        return as_tuple(run(*flat(t, o._replace(grad=True))))
 
 
 def as_tuple(outs: Any) -> tuple[Tensor, ...]:

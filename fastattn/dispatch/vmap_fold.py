@@ -34,7 +34,7 @@ class Fold(NamedTuple):
         """The options of the folded call. Each call gets the dropout mask that it draws alone: the
         draws repeat after the items, or heads, of one call. If each call is itself a fold (nested
         vmap), they repeat already, and that period stays."""
-        if not o.dropout_p:
+        if not (o.dropout_p or o.score_mod):  # functions count items and heads, too
             return o
         if self.along == "items":
             return o._replace(dropout_batch_period=o.dropout_batch_period or self.sizes["B"])

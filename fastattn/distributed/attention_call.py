@@ -19,7 +19,7 @@ from . import cost_model, gather, ring, ulysses, usp
 from .consistency import NOTHING, ROWS, UNCLEAR, Own, Team, facts_of, mask_rows, need_team, told
 from .consistency import agree as _agree
 from .cost_model import Cost
-from .global_call import GlobalCall, placeholder_with_all_rows
+from .global_call import GlobalCall, placeholder_with_all_rows, refuse_functions
 from .layout import CONTIGUOUS, Layout, need_layout, size_of, spans_of
 from .machines import machine_of
 
@@ -163,6 +163,7 @@ def attention(
     """
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.attention")
+    refuse_functions(given)
     how = dict(strategy=strategy, layout=layout, return_lse=return_lse)
     call = whole(q, k, v, team, how, agree, given)
     name = cheapest(weighed(call, q, k, v)[1]) if strategy == "auto" else strategy

@@ -157,6 +157,11 @@ def _need_possible(op: Operation, t: Tensors, o: Options, cut: Cut) -> None:
     """Raise if a rank's tensors, each cut as q is, would not make a valid call."""
     if cut.mesh.get_coordinate() is None:
         raise RuntimeError(f"q: got a DTensor on {cut.mesh}, expected one that this rank is in")
+    if o.score_mod:
+        raise NotImplementedError(
+            "q: got a DTensor beside a score_mod or a mask_mod, expected a plain tensor: calls on "
+            "several ranks run no functions; to_local() gives the part of this rank"
+        )
     H, Hk, ranks = t.q.shape[1], t.k.shape[1], cut.ranks("H")
     if H != Hk and Hk % ranks:
         raise ValueError(

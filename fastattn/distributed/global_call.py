@@ -3,7 +3,7 @@ several strategies use."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,16 @@ class GlobalCall(NamedTuple):
         names = [name for name in DIFFERENTIABLE if name in self.arguments]
         own = [name for name in names if self.mask_rows and ARGUMENTS[name].broadcast]
         return {x: self.arguments[x] if x in own else self.shared(x) for x in names}
+
+
+def refuse_functions(given: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for a score_mod or a mask_mod."""
+    for name in ("score_mod", "mask_mod"):
+        if given[name] is not None:
+            raise NotImplementedError(
+                f"{name}: got a function, expected None: calls on several ranks run no functions; "
+                "give a mask of this rank's rows, or causal, window and key_lengths"
+            )
 
 
 def gathered(team: Team, x: Tensor, spans: Spans, tensor_name: str, dim: int = 2) -> Tensor:

@@ -26,7 +26,7 @@ from ..call.validation import check, describe, need
 from ..dispatch.library_ops import opaque_to_dynamo
 from . import layout
 from .consistency import NO_ROWS, NOTHING, Own, Team, agree, facts_of, need_team, told
-from .global_call import GlobalCall, gathered, placeholder_with_all_rows
+from .global_call import GlobalCall, gathered, placeholder_with_all_rows, refuse_functions
 from .layout import CONTIGUOUS, Span
 from .ulysses import Heads
 
@@ -157,6 +157,7 @@ def attention_packed(
     """
     team = need_team(group)
     given: dict[str, Any] = resolved(arguments, "fastattn.distributed.attention_packed")
+    refuse_functions(given)
     offsets, most = dict(cu_q=cu_q, cu_k=cu_k), dict(max_q=max_q, max_k=max_k)
     how = dict(strategy=strategy, return_lse=return_lse)
     found = _agreed(q, k, v, team, given, offsets, most, how)

@@ -1,34 +1,32 @@
 """torch.nn.attention.flex_attention.flex_attention, call for call, with gradients on every device.
 
 The user's functions are traced to programs (`fastattn.score_mods`). What `attention` has an
-argument for becomes that argument. The rest of a mask_mod becomes a bool mask, and what a score_mod
-adds becomes a float mask, each in the smallest shape that its indices span. A score_mod of another
-form runs on the oracle.
+argument for becomes that argument. The CPU's kernels run the rest on each score. Elsewhere, and for
+tables that are as large as a mask, the rest of a mask_mod becomes a bool mask, and what a score_mod
+adds becomes a float mask, each in the smallest shape that its indices span; a score_mod of another
+form then runs on the oracle.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..api import attend, autocast, draw_seed, may_autocast
+from ..api import attend, autocast, draw_seed, may_autocast, runs_programs
 from ..backends.base import in_order
 from ..backends.base import names as backend_names
 from ..call.spec import TOKENS, acc_dtype
 from ..dispatch.library_ops import opaque_to_dynamo
-from ..score_mods.additive import Sum, as_sum, conjunction
-from ..score_mods.diagonals import diagonal_indices, is_of_difference, spread
-from ..score_mods.evaluate import evaluate
-from ..score_mods.program import Program
-from ..score_mods.recognition import Shape, Structure, recognise
-from ..score_mods.tracing import Traced, merge, trace_mask_mod, trace_score_mod
+from ..score_mods.lowering import Lowered
+from ..score_mods.mod_call import ModCall
+from ..score_mods.recognition import Shape
+from ..score_mods.tracing import MaskMod, ScoreMod, trace_mask_mod, trace_score_mod
 from . import flex_blocks
-from .flex_blocks import MaskMod, ScoreMod
 from .sdpa import _order_of
 
 ROWS = 256  # of the scores that `_max_scores` computes at a time
@@ -99,14 +97,18 @@ def flex_attention(
     Functions are traced at each call, in some ten microseconds an operation. They may use Python's
     operators, comparisons, torch.where, casts and torch's functions of one number, and index
     captured tensors by expressions of b, h, i and j. Scores and floating captured tensors are
-    computed in float32, in float64 for float64 tensors; whole numbers have 64 bits.
+    computed in float32, in float64 for float64 tensors; whole numbers have 64 bits, but on CPUs a
+    float32 that becomes a whole number is at most 2^30.
 
-    A band (i >= j, i - j <= w), key lengths, a tanh cap and slopes of heads cost no memory. Other
-    conditions of a mask_mod take a byte for each element of the shape that their indices span: M N
-    for a condition of i and j. What a score_mod adds takes four. Programs of i - j compute one
-    value for each diagonal. A score_mod that is not softcap(score) + f(b, h, i, j) runs on the
-    oracle, in O(B H M N) memory. On CPUs the values of captured tensors are read for this; on GPUs
-    they are not.
+    A band (i >= j, i - j <= w), key lengths, a tanh cap and slopes of heads become arguments of
+    `attention`. On CPUs its kernels run the rest as a program on each score: no tensor of size M N
+    is stored, and blocks of 32 rows and 64 keys that mask_mod hides are skipped. The values of
+    captured tensors are read for this. A captured tensor that is indexed by [.., i, j] and is large
+    or has a gradient becomes a mask. So does a function with whole numbers that may need more than
+    32 bits (64 for float64). On GPUs functions become masks: a condition of i and j takes M N
+    bytes, and what a score_mod adds four times as many; a score_mod that is not softcap(score) +
+    f(b, h, i, j) runs on the oracle, in O(B H M N) memory. So do second derivatives by captured
+    tensors.
 
     In compiled code the call breaks the graph.
 
@@ -176,10 +178,15 @@ def flex_attention(
         query, key, value, _ = autocast(query, key, value, None)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
-    call = _Call.of(query, key, scale, score, mask)
+    sizes = Shape(*query.shape[:3], key.shape[2])
+    call = ModCall.of(score, mask, sizes, acc_dtype(query.dtype), device)
+    scale = reference.scale_of(query.shape[-1], scale)
     with torch.autocast(device.type, enabled=False) if casts else nullcontext():
-        rest: dict[str, Any] = dict(sinks=sinks, dropout_p=dropout_p, seed=seed)
-        if call.sum is None:
+        rest: dict[str, Any] = dict(scale=scale, sinks=sinks, dropout_p=dropout_p, seed=seed)
+        lowered = call.lowered() if runs_programs(device, backend) else None
+        if lowered is not None:
+            out, lse = _in_kernels(call, lowered, query, key, value, backend=backend, **rest)
+        elif call.sum is None:
             out, lse = _on_the_oracle(call, query, key, value, backend, **rest)
         else:
             out, lse = _fused(call, query, key, value, backend=backend, **rest)
@@ -187,97 +194,47 @@ def flex_attention(
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
 
-    largest = _max_scores(call, query, key) if return_aux.max_scores else None
+    largest = _max_scores(call, query, key, scale) if return_aux.max_scores else None
     return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
 
 
-class _Call(NamedTuple):
-    """The programs of a call, what was recognised in them, and their arguments. Without a program
-    there are no indices.
+def _in_kernels(
+    call: ModCall, lowered: Lowered, query: Tensor, key: Tensor, value: Tensor, **rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The output and the LSE, by kernels that run the programs."""
+    found, parts = call.structure, call.sum
+    given: dict[str, Any] = dict(window=found.band, key_lengths=found.key_lengths)
+    given["alibi_slopes"] = found.alibi
+    if parts is not None and parts.bias is None:
+        given["softcap"] = parts.softcap
+    try:
+        return _attend(query, key, value, mod=lowered, **given, **rest)
+    except IndexError:
+        call.check_indices()  # with the index in the message
+        raise
 
-    sum: the score_mod; None if it is of no form that kernels have.
-    structure: what is recognised in the mask_mod, and slopes of a score_mod, which then is no sum.
-    """
 
-    score: Program | None
-    mask: Program | None
-    tensors: tuple[Tensor, ...]
-    sum: Sum | None
-    structure: Structure
-    scale: float
-    indices: dict[str, Tensor]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        scale: float | None,
-        of_score: Traced | None,
-        of_mask: Traced | None,
-    ) -> _Call:
-        score, mask, tensors = merge(of_score, of_mask)
-        sizes = Shape(*query.shape[:3], key.shape[2])
-        indices = {
-            name: torch.arange(size, device=query.device).view(-1, *(1,) * (3 - dim))
-            for dim, (name, size) in enumerate(zip("bhij", sizes if score or mask else ()))
-        }
-        dtype = acc_dtype(query.dtype)
-        found = recognise(score, mask, tensors, sizes, dtype=dtype, documents=False)
-        parts: Sum | None = Sum(found.softcap)
-        if found.score is not None and score is not None:
-            found, parts = found._replace(alibi=None), as_sum(score)
-        if found.band is not None and any(x is not None and x < 0 for x in found.band):
-            found = found._replace(band=None, key_lengths=None, mask=mask)  # no window begins there
-        if parts is not None and parts.mask is not None:
-            found = found._replace(mask=conjunction(found.mask, parts.mask))
-        scale = reference.scale_of(query.shape[-1], scale)
-        return cls(score, mask, tensors, parts, found, scale, indices, dtype)
-
-    def value(self, program: Program, score: Tensor | None = None, **indices: Tensor) -> Tensor:
-        """The result of a program, for all indices or for some. A score_mod may index out of range
-        at pairs that the mask_mod hides."""
-        where: dict[str, Any] = dict(dtype=self.dtype, score=score) | self.indices | indices
-        rows, keys = where["i"].numel(), where["j"].numel()
-        try:
-            if min(rows, keys) < 2 or not is_of_difference(program):
-                return evaluate(program, self.tensors, **where)
-            once: dict[str, Any] = where | diagonal_indices(rows, keys, where["i"].device)
-            return spread(evaluate(program, self.tensors, **once), keys)
-        except IndexError:
-            if self.mask is None or program.kind == "bool":
-                raise
-            seen = evaluate(self.mask, self.tensors, **where)
-            return evaluate(program, self.tensors, seen=seen, **where)
-
-    def masks(self) -> dict[str, Any]:
-        """What the mask_mod amounts to, as arguments."""
-        found = self.structure
-        mask = None if found.mask is None else self.value(found.mask)
-        return dict(window=found.band, key_lengths=found.key_lengths, mask=mask)
+def _attend(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    order = _order_of(query)
+    orders = order, order if order in ("BHM", TOKENS) else "BHM"
+    given |= dict(orders=orders, function="flex_attention")
+    out, normaliser = attend(query, key, value, **given)
+    return out, normaliser[0]
 
 
 def _fused(
-    call: _Call, query: Tensor, key: Tensor, value: Tensor, **rest: Any
+    call: ModCall, query: Tensor, key: Tensor, value: Tensor, **rest: Any
 ) -> tuple[Tensor, Tensor]:
     """The output and the LSE, by `attention` with what the functions amount to."""
     parts, given = call.sum, call.masks()
     assert parts is not None
-    if parts.bias is not None:
-        bias, mask = call.value(parts.bias), given["mask"]
-        given["mask"] = bias if mask is None else torch.where(mask, bias, -math.inf)
-    order = _order_of(query)
-    orders = order, order if order in ("BHM", TOKENS) else "BHM"
-    given |= dict(softcap=parts.softcap, alibi_slopes=call.structure.alibi, scale=call.scale)
-    out, normaliser = attend(
-        query, key, value, orders=orders, function="flex_attention", **given, **rest
-    )
-    return out, normaliser[0]
+    given["mask"] = call.bias(given["mask"])
+    given |= dict(softcap=parts.softcap, alibi_slopes=call.structure.alibi)
+    return _attend(query, key, value, **given, **rest)
 
 
 def _on_the_oracle(
-    call: _Call,
+    call: ModCall,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -300,7 +257,6 @@ def _on_the_oracle(
         k,
         v,
         score_mod=lambda score: call.value(program, score),
-        scale=call.scale,
         seed=draw_seed(query.device) if seed is None and rest["dropout_p"] else seed,
         return_lse=True,
         **call.masks(),
@@ -310,16 +266,17 @@ def _on_the_oracle(
 
 
 @torch.no_grad()
-def _max_scores(call: _Call, query: Tensor, key: Tensor) -> Tensor:
+def _max_scores(call: ModCall, query: Tensor, key: Tensor, scale: float) -> Tensor:
     """(B,H,M): the largest score of each row, some rows at a time."""
     q, k = query.to(call.dtype), key.to(call.dtype)
     k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
     largest = q.new_full(q.shape[:3], -math.inf)
     if not k.shape[2]:
         return largest
+    i = call.indices()["i"]
     for begin in range(0, q.shape[2], ROWS):
-        rows = {"i": call.indices["i"][begin : begin + ROWS]} if call.indices else {}
-        s = q[:, :, begin : begin + ROWS] @ k.mT * call.scale
+        rows = {"i": i[begin : begin + ROWS]}
+        s = q[:, :, begin : begin + ROWS] @ k.mT * scale
         if call.score is not None:
             s = call.value(call.score, s, **rows).expand(s.shape)
         if call.mask is not None:

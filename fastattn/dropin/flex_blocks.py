@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..score_mods.tracing import MaskMod
+
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 NO_BLOCKS = 1 << 30  # torch's block size for "no block mask": one block that holds any sequence
-
-ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
-MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
 def check(block_mask: Any, query: Tensor, key: Tensor) -> None:

@@ -20,6 +20,7 @@ from ..call.place import Place
 from ..call.quantisation import STORAGE
 from ..call.scalars import whole
 from ..call.validation import DTYPES
+from ..score_mods.tracing import MaskMod, ScoreMod
 from .block_pool import Claim, Pool, used, write
 
 Counts = int | Sequence[int] | Tensor
@@ -66,6 +67,8 @@ class CacheArguments(TypedDict, total=False):
     seed: int | Tensor | None
     scale: float | None
     place: Place | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
     row_invariant: bool
     backend: str | None
 

@@ -22,6 +22,31 @@ class Sum(NamedTuple):
     bias: Program | None = None
     mask: Program | None = None
 
+    def program(self) -> Program | None:
+        """softcap(score) + bias as a program; None if there is no bias."""
+        if self.bias is None:
+            return None
+        score = Program((Value("score"),), self.bias.captured)
+        if self.softcap is not None:
+            score = capped(score, self.softcap)
+        values, first = [*score.values], len(score.values)
+        for x in self.bias.values:
+            values.append(x._replace(args=tuple(at + first for at in x.args)))
+        values.append(Value("add", (first - 1, len(values) - 1)))
+        return Program(tuple(values), self.bias.captured)
+
+
+def capped(program: Program, cap: float) -> Program:
+    """cap tanh(score / cap) of the result of a score_mod."""
+    last = len(program.values) - 1
+    after = (
+        Value("constant", number=float(cap)),
+        Value("div", (last, last + 1)),
+        Value("tanh", (last + 2,)),
+        Value("mul", (last + 3, last + 1)),
+    )
+    return Program((*program.values, *after), program.captured)
+
 
 def as_sum(program: Program) -> Sum | None:
     """Take a score_mod apart. None if it is not of that form."""

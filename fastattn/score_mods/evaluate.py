@@ -50,6 +50,24 @@ def evaluate(
             this check (compiled, under vmap, on GPUs), the index is clamped.
         ValueError: There are more or fewer tensors than the program has, or no score.
     """
+    return evaluate_all(program, tensors, score=score, b=b, h=h, i=i, j=j, seen=seen, dtype=dtype)[
+        -1
+    ]
+
+
+def evaluate_all(
+    program: Program,
+    tensors: Sequence[Tensor],
+    *,
+    score: Tensor | None = None,
+    b: Tensor,
+    h: Tensor,
+    i: Tensor,
+    j: Tensor,
+    seen: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Return each value of a program, as `evaluate` returns the last."""
     if len(tensors) != len(program.captured):
         got, needed = len(tensors), len(program.captured)
         raise ValueError(f"the program has {needed} captured tensors, got {got}: give each")
@@ -78,7 +96,7 @@ def evaluate(
             assert meaning is not None
             result = meaning(*args)
         results.append(result)
-    return results[-1]
+    return results
 
 
 def _dtype(kind: str, floats: torch.dtype) -> torch.dtype:

@@ -14,6 +14,8 @@ from .functions import call
 from .program import Program, Value, without_unused
 from .symbols import Symbol, Table, Trace, indexed, kind_of, refused
 
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
 GETITEM = torch.Tensor.__getitem__
 SETITEM = torch.Tensor.__setitem__
 # A 0-d tensor that these make inside of the function is a number of the program.

@@ -12,6 +12,7 @@ import torch
 from bench.__main__ import main
 from bench.benchmarks import (
     decoding,
+    functions,
     rank_scaling,
     second_order,
     simulation,
@@ -140,6 +141,17 @@ def test_serving_holds_ours_against_other_ways_to_the_same_numbers(tmp_path, mon
         assert row["ratio"]["q1"] <= row["ratio"]["median"] <= row["ratio"]["q3"]
     lines = list(results_page.serving([result]))
     assert len(lines) == 2 + len(rows)
+
+
+def test_functions_are_held_against_none_and_a_dense_mask(tmp_path, monkeypatch):
+    """At small sizes, without torch's compiled function."""
+    real = functions.races
+    monkeypatch.setattr(functions, "races", lambda dtypes, compiled: real(dtypes, scale=1 / 16))
+    rows = run(tmp_path, "flex", "--dtypes", "float32", "--seconds", "0.002")["flex"]
+    assert len(rows) == 3 * 4 + 2 + 3 * 4
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert row["ratio"]["q1"] <= row["ratio"]["median"] <= row["ratio"]["q3"]
 
 
 def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):

@@ -159,8 +159,9 @@ def packed(q, k, v):
 
 def operator(q, k, v):
     from fastattn.call.spec import Options, Tensors
+    from fastattn.dispatch.forward_arguments import flat
 
-    return torch.ops.fastattn.attention(*Tensors(q, k, v), *Options())[0]
+    return torch.ops.fastattn.attention(*flat(Tensors(q, k, v), Options()))[0]
 
 
 CALLS = {

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fastattn
+from fastattn import api
 from fastattn.backends.native import libraries
 from tests.semantics import test_extents
 from tests.semantics.test_extents import CASES as WRITTEN
@@ -205,8 +206,8 @@ heads with different masks count as equal: cpu/score/tile.h: decode+head_bias_gr
 -(p.mask.stride[1] == 0 && p.mask.stride[2] == 0)
 +(p.mask.stride[2] == 0)
 heads with different ALiBi slopes count as equal: cpu/score/tile.h: decode+alibi
--return !p.slopes.data && p.dropout_p == 0 &&
-+return p.dropout_p == 0 &&
+-return !p.mod.code && !p.slopes.data && p.dropout_p == 0 &&
++return !p.mod.code && p.dropout_p == 0 &&
 heads with different dropout count as equal: cpu/score/tile.h: decode+dropout
 -!p.slopes.data && p.dropout_p == 0 &&
 +!p.slopes.data &&
@@ -513,6 +514,78 @@ a packed batch is checked with one sequence's rows: common/extents.h: extents
 tangents computed with out are not checked: common/extents.h: extents
 -if (pass == FA_JVP || pass == FA_FORWARD_JVP) {
 +if (pass == FA_JVP) {
+rows of a part count from 0: cpu/score/score_mod.h: score_mods
+-to[l] = I(p.at_row + std::min(
++to[l] = I(std::min(
+keys count from the tile's first: cpu/score/score_mod.h: score_mods
+-std::min(call.keys.j0 + j + l, p.N - 1)
++std::min(j + l, p.N - 1)
+the second step of a tile repeats the keys of the first: cpu/score/score_mod.h: score_mods
+-std::min(call.keys.j0 + j + l, p.N - 1)
++std::min(call.keys.j0 + l, p.N - 1)
+constant values of other rows are kept: cpu/score/score_mod.h: score_mods
+-made.i0 != rows.i0 || made.h
++made.h
+constant values of other heads are kept: cpu/score/score_mod.h: score_mods
+-|| made.h != rows.h ||
++||
+quotients round towards zero: cpu/score/score_mod.h: score_mods
+-return x % d != 0 && (x < 0) != (d < 0) ? q - 1 : q;
++return q;
+an exact multiple falls below: cpu/score/score_mod.h: score_mods
+-q[l] = I(std::floor((double(x[l]) + 0.5) * inverse));
++q[l] = I(std::floor((double(x[l]) - 0.5) * inverse));
+remainders are by one more: cpu/score/score_mod.h: score_mods
+-I(x[l] - d * I(
++I(x[l] - (d + 1) * I(
+a turned table is not turned: cpu/score/score_mod.h: score_mods
+-found[l] = turned[W - 1 - l];
++found[l] = turned[l];
+a table that does not fall is read as one that does: cpu/score/score_mod.h: score_mods
+-if (!falls(at)) return gather(table, at);
++if (at[0] == at[1]) return gather(table, at);
+choices are turned: cpu/score/score_mod.h: score_mods
+-Vec<E>(test != VI{} ? x : y));
++Vec<E>(test != VI{} ? y : x));
+hidden keys have the least number: cpu/score/score_mod.h: score_mods
+-load(at) : splat(-kInf<R>)));
++load(at) : splat(R(-1))));
+gradients of all keys go to the first: cpu/score/score_mod.h: score_mods
+-if (one_index && r + 1 < s.rows) continue;
++if (r + 1 < s.rows) continue;
+gradients of a factor are those of a term: cpu/score/score_mod.h: score_mods
+-g * take<R>(factor, r, l));
++g);
+an index out of range is not reported: cpu/score/score_mod.h: score_mods
+-if (wrong[s.in[0].splat ? 0 : l] && !(at[l] == -kInf<R>))
++if (false)
+an index of a hidden pair is reported: cpu/score/score_mod.h: score_mods
+-if (wrong[s.in[0].splat ? 0 : l] && !(at[l] == -kInf<R>))
++if (wrong[s.in[0].splat ? 0 : l])
+a mixed block is shown: cpu/mask/visible_keys.h: score_mods
+-return none ? FA_NO_PAIR : all ? FA_ALL_PAIRS : FA_SOME_PAIRS;
++return none ? FA_NO_PAIR : FA_ALL_PAIRS;
+a mixed block is hidden: cpu/mask/visible_keys.h: score_mods
+-none &= found == FA_NO_PAIR;
++none &= found != FA_ALL_PAIRS;
+a part of captured gradients is left out: cpu/backward/backward.h: score_mods
+-for (int64_t part = 0; part < G::captured_parts(p); ++part) sum +=
++for (int64_t part = 1; part < G::captured_parts(p); ++part) sum +=
+captured gradients begin with what was there: cpu/backward/backward.h: score_mods
+-std::fill_n(w.captured + part * n, n, R(0));
++std::fill_n(w.captured + part * n, n / 2, R(0));
+the derivative by products is forgotten: cpu/score/tile.h: score_mods
+-p.softcap > 0 || (p.mod.code && code_of(p.mod).derivative);
++p.softcap > 0;
+a mask_mod hides before a bool mask shows: cpu/score/tile.h: score_mods
+-if (p.mod.code) ScoreMod<R>::mask(mod);
++if (p.mod.code && !p.mask.data) ScoreMod<R>::mask(mod);
+classes of another sequence: cpu/runtime/packed_batch.h: score_mods
+-one.mod.classes = moved(p.mod.classes, 0, b);
++one.mod.classes = p.mod.classes;
+captured gradients of all sequences are one: cpu/runtime/packed_batch.h: score_mods
+-b * captured_floats(p.mod) * item_size(p.lse.dtype);
++0 * captured_floats(p.mod) * item_size(p.lse.dtype);
 """
 
 
@@ -561,6 +634,8 @@ def library_object(sources, folder):
     names = (
         "cpu/runtime/library.cpp",
         "cpu/base/plan.h",
+        "cpu/runtime/packed_batch.h",
+        "cpu/score/score_mod_ops.h",
         "cpu/runtime/threads.h",
         "abi.h",
         "common/extents.h",
@@ -678,6 +753,97 @@ def least():
     yield from Verdict(problem).complaints(fastattn.attention, backend="cpu")
 
 
+def score_mods():
+    """Functions of each kind of index and operator, with gradients, beside the oracle's backend."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 70, 16, generator=draw).unbind()
+    rows = torch.randn(260, 2, 16, generator=draw)
+    cu, documents = torch.tensor([0, 60, 60, 260]), torch.arange(400) // 90
+    table = torch.randn(2, 400, generator=draw)
+    functions = {
+        "by distance": lambda t: lambda s, b, h, i, j: s + t[h, i - j + 180] * (1 + b),
+        "turned": lambda t: lambda s, b, h, i, j: s * t[h, j - i + 180],
+        "buckets": lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % 7] + t[0, (i - j) // 6 + 40],
+        "quotients": lambda t: lambda s, b, h, i, j: s + t[h, (i - j) // (j % 5 - 7)],
+        "of keys": lambda t: lambda s, b, h, i, j: torch.where(j % 3 == 0, s * t[h, j], t[1, i]),
+        "of heads": lambda t: lambda s, b, h, i, j: torch.tanh(s * t[h, 0]) * 2,
+        "of rows": lambda t: lambda s, b, h, i, j: s * t[h, i * 2],
+    }
+    calls = {
+        "whole": dict(mask_mod=lambda b, h, i, j: documents[i] <= documents[j] + h),
+        "beside a mask": dict(
+            mask_mod=lambda b, h, i, j: (i + j) % 3 > 0,
+            mask=torch.rand(70, 70, generator=draw) > 0.2,
+        ),
+        "a part": dict(place=fastattn.Place(row=20, key=30, head=0)),
+    }
+
+    def results(backend, how, make):
+        leaves = [x.clone().requires_grad_() for x in ((rows,) * 3 if how is None else (q, k, v))]
+        t = table.clone().requires_grad_()
+        if how is None:
+            mod = dict(mask_mod=lambda b, h, i, j: (i - j).abs() < 40 * (b + 1))
+            out = fastattn.attention_packed(
+                *leaves, cu, cu, score_mod=make(t), backend=backend, **mod
+            )
+        else:
+            out = fastattn.attention(*leaves, score_mod=make(t), backend=backend, **how)
+        grads = torch.autograd.grad((out * torch.arange(16.0).sin()).sum(), [*leaves, t])
+        return out.detach(), *grads
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "runs_programs", lambda *given: True)
+        for name, make in functions.items():
+            for how in (*calls.values(), None):
+                pairs = zip(*(results(x, how, make) for x in ("cpu", "reference")))
+                for got, right in pairs:
+                    most = float(right.abs().max())
+                    if not torch.allclose(got, right, rtol=1e-3, atol=1e-3 * most):
+                        yield f"{name}: off by {(got - right).abs().max():.2g}"
+        yield from _long_documents()
+        yield from _out_of_range(q, k, v)
+
+
+def _long_documents():
+    """Long enough for classes of blocks."""
+    q, k, v = torch.randn(3, 1, 1, 260, 8).unbind()
+    of = torch.arange(260) // 100
+
+    def run(backend):
+        return fastattn.attention(
+            q, k, v, backend=backend, mask_mod=lambda b, h, i, j: (of[i] == of[j]) & (i >= j)
+        )
+
+    off = (run("cpu") - run("reference")).abs().max()
+    return [] if off < 1e-4 else [f"documents: off by {off:.2g}"]
+
+
+def _out_of_range(q, k, v):
+    short = torch.randn(70)
+    for causal in (True, False):
+        try:
+            fastattn.attention(
+                q,
+                k,
+                v,
+                score_mod=lambda s, b, h, i, j: s + short[i - j + 69 * (i < j)],
+                causal=causal,
+            )
+            fastattn.attention(
+                q,
+                k,
+                v,
+                score_mod=lambda s, b, h, i, j: s + short[i - j + 100 * (i < j)],
+                causal=causal,
+            )
+        except IndexError:
+            if causal:
+                yield "an index of a hidden pair is refused"
+        else:
+            if not causal:
+                yield "an index out of range is not refused"
+
+
 def extents():
     """Output tensors of a wrong size are refused, right ones are not. The tensors are too large, so
     that no fault writes past their end."""
@@ -715,6 +881,7 @@ def of_weights(features):
 verdicts = {}
 FOLDED = ("items heads", "heads items")  # of mapped dimensions
 OTHERS = ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least", "extents")
+OTHERS += ("score_mods",)
 
 
 def complaints(name, dtype=torch.float32):

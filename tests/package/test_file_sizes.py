@@ -11,8 +11,12 @@ LONGEST = {".py": 400} | dict.fromkeys((".cpp", ".h", ".cu", ".cuh"), 350)  # li
 REASONS = {
     "bench/static_gpu/aot.py": "compiles kernels for an absent GPU, reads and judges their code",
     "csrc/cpu/backward/backward.h": "one class: a task, and the order of its sums",
+    "csrc/cpu/runtime/library.cpp": "the C ABI of the CPU's kernels, in one place",
+    "csrc/cpu/score/score_mod.h": "one interpreter, with every operator",
+    "csrc/cpu/score/tile.h": "the score pipeline: forward and backward share each feature's code",
     "csrc/cuda/sm90/ptx.cuh": "a wrapper for each instruction, and the only file that may have it",
     "csrc/python/marshalling.cpp": "one module, as its twin in Python",
+    "fastattn/backends/reference.py": "the passes, which share the gradients of scores",
     "fastattn/reference.py": "the operation as the mathematics states it, to be read as a whole",
     "fastattn/api.py": "the public functions, with the documentation of every argument",
     "fastattn/call/spec.py": "the table of a call, and the spec made of it",
@@ -38,6 +42,7 @@ REASONS = {
     "tests/semantics/test_argument_shapes.py": "one table of shapes",
     "tests/semantics/test_storage.py": "one property: the bits of dequantised rows, in any storage",
     "tests/support/tiers.py": "a table of tests",
+    "tests/torch_api/test_flex_attention.py": "torch's contract of one function",
     "tests/torch_api/test_sdpa_layout.py": "one property: results lie in memory as torch's do",
     "tests/triton/test_triton.py": "Triton's helpers and tiles, in its interpreter alone",
 }

@@ -59,6 +59,7 @@ def test_cases_cover_the_declared_features():
     # Tested by test_packed, test_paged, test_row_invariant, test_unrounded and test_storage.
     required |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
     required |= spec.Feature.UNROUNDED
+    required |= spec.Feature.SCORE_MOD  # by test_functions_of_attention
     required |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
     for features in SINGLES:
         problem = build(SHAPES[1], features, torch.float32)

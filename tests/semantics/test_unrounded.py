@@ -11,6 +11,7 @@ from fastattn.backends import base
 from fastattn.call.spec import DIFFERENTIABLE, Feature, Tangents, acc_dtype
 from fastattn.call.validation import describe
 from fastattn.dispatch import run_pass
+from fastattn.dispatch.forward_arguments import flat
 from fastattn.dispatch.operation import ATTENTION, WEIGHTS
 from tests.support.backends import declares, every_backend, not_interpreted, variant, variants
 from tests.support.cases import DTYPES, FEATURE, SHAPES, Dims, build
@@ -102,8 +103,8 @@ def test_fake_tensors_have_the_same_layout(names):
     t, o = api.prepare(problem.q, problem.k, problem.v, given)
     o = o._replace(acc_dtype_out=True, grad=True)
     operator = torch.ops.fastattn.attention
-    torch.library.opcheck(operator, (*t, *o), test_utils="test_faketensor")
-    outs = operator(*t, *o)
+    torch.library.opcheck(operator, flat(t, o), test_utils="test_faketensor")
+    outs = operator(*flat(t, o))
     needs_grad = [x for x in DIFFERENTIABLE if x in problem.needs_grad]
     back = problem.dout, None, *outs, *t, *o, needs_grad
     torch.library.opcheck(torch.ops.fastattn.attention_backward, back, test_utils="test_faketensor")

@@ -125,7 +125,9 @@ SHARES = {
     "test_flash_attn_passes::test_diffusers_runs_its_flash_backend": (NONE, ALL),
     "test_flash_attn_models::test_continuous_batching": (NONE, 3),
     "test_intervals": (4, 2),
-    "test_flex_attention": (5, 2),
+    "test_flex_attention": (10, 4),
+    "test_score_mods": (23, 5),  # each operator on each instruction set
+    "test_functions_of_attention": (5, 2),
     "test_flex_attention::test_second_derivatives": (NONE, ALL),
     # Models of other libraries, which take seconds to import.
     "test_flex_transformers": (NONE, 2),

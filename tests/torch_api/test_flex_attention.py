@@ -58,9 +58,17 @@ def close(found, expected, dtype):
     torch.testing.assert_close(found.double(), expected.double(), rtol=bound, atol=bound)
 
 
+@pytest.fixture(params=["programs", "masks"])
+def form(request, monkeypatch):
+    """How functions reach kernels: as programs, on a CPU; or as masks, as on a GPU."""
+    if request.param == "masks":
+        monkeypatch.setattr(flex, "runs_programs", lambda *given: False)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ALL_SCORE_MODS)
-def test_score_mods(name, dtype):
+def test_score_mods(name, dtype, form):
     given = tensors(DTYPES[dtype])
     out, lse = fastattn.flex_attention(
         *given, ALL_SCORE_MODS[name], enable_gqa=True, return_lse=True
@@ -74,7 +82,7 @@ def test_score_mods(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MASK_MODS)
-def test_mask_mods(name, dtype):
+def test_mask_mods(name, dtype, form):
     given = tensors(DTYPES[dtype])
     out, lse = fastattn.flex_attention(
         *given, enable_gqa=True, mask_mod=MASK_MODS[name], return_lse=True
@@ -92,7 +100,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("score, mask", PAIRS, ids=[" & ".join(x) for x in PAIRS])
-def test_gradients(score, mask):
+def test_gradients(score, mask, form):
     """Of query, key and value, with a loss on out and on the LSE."""
     functions = ALL_SCORE_MODS[score], MASK_MODS[mask]
     given = tensors(grad=True)
@@ -123,7 +131,7 @@ CAPTURED = {
 
 
 @pytest.mark.parametrize("name", CAPTURED)
-def test_gradients_of_captured_tensors(name):
+def test_gradients_of_captured_tensors(name, form):
     start, make = CAPTURED[name]
     captured = start.detach().clone().requires_grad_()
     given = tensors()
@@ -244,7 +252,7 @@ def test_structure_costs_no_memory(name, monkeypatch):
     score, mask, expected = STRUCTURE[name]
     given, functions = tensors(N=50), (SCORE_MODS[score], MASK_MODS[mask])
     out = fastattn.flex_attention(*given, functions[0], enable_gqa=True, mask_mod=functions[1])
-    assert seen["mask"] is None
+    assert seen.get("mask") is None
     for argument, value in expected.items():
         found = seen[argument]
         assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
@@ -317,14 +325,14 @@ def test_a_captured_tensor_changed_in_place_raises():
         out.sum().backward()
 
 
-@pytest.mark.parametrize("form", ["a bias", "of the oracle"])
-def test_an_index_out_of_range_at_hidden_pairs(form):
+@pytest.mark.parametrize("function", ["a bias", "of the oracle"])
+def test_an_index_out_of_range_at_hidden_pairs(function):
     """The row of a table ends where the band does."""
     table = torch.randn(M)
     score_mod = {
         "a bias": lambda s, b, h, i, j: s + table[i - j],
         "of the oracle": lambda s, b, h, i, j: s * table[i - j],
-    }[form]
+    }[function]
     given = tensors(N=M + 4)
     out = fastattn.flex_attention(*given, score_mod, enable_gqa=True, mask_mod=MASK_MODS["causal"])
     assert not out.isnan().any()
@@ -350,7 +358,7 @@ REFUSED = {
     "no backend": ((q, k, v), dict(backend="none"), ValueError, "backend"),
     "a backend that cannot": (
         (q, k, v),
-        dict(score_mod=GENERAL["clamped"], backend="cpu"),
+        dict(score_mod=GENERAL["clamped"], backend="triton"),
         NotImplementedError,
         r"softcap\(score\) \+ f",
     ),

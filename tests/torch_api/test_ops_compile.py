@@ -1,5 +1,6 @@
 """A call under torch.compile and torch.export, and torch's own checks of the operators."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import torch
 import torch._dynamo.testing
 
 import fastattn
+from fastattn.dispatch.forward_arguments import pair
 from tests.support.torch_calls import everything, inputs, op_arguments, rand
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # threads would only wait for each other
@@ -43,13 +45,13 @@ def test_opcheck_of_the_backward_operators():
     ):
         torch.library.opcheck(
             torch.ops.fastattn.attention_backward.default,
-            (dout, given, out, normaliser, *t, needs_grad),
+            (dout, given, out, normaliser, *itertools.chain(*pair(t)), needs_grad),
         )
     t = op_arguments(False, v=False, normaliser=True, average=True)
     weights = torch.ops.fastattn.weights(*t)
     torch.library.opcheck(
         torch.ops.fastattn.weights_backward.default,
-        (weights, weights, *t, ["q", "k", "mask", "sinks"]),
+        (weights, weights, *itertools.chain(*pair(t)), ["q", "k", "mask", "sinks"]),
     )
 
 

@@ -10,6 +10,8 @@ from torch.func import grad, jvp
 
 import fastattn
 from fastattn import api
+from fastattn.call.spec import DIFFERENTIABLE
+from fastattn.dispatch.forward_arguments import flat
 from tests.support.torch_calls import everything, inputs, op_arguments, rand
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # threads would only wait for each other
@@ -130,6 +132,7 @@ def test_weights_from_a_forward_pass_differentiate_the_normaliser(attention):
 
 
 # {operator suffix: {position of an argument: its name in errors}}.
+N = len(DIFFERENTIABLE)
 READ = {
     "_backward": {
         0: "gradient of out",
@@ -137,14 +140,14 @@ READ = {
         2: "out",
         3: "normaliser",
     },
-    "_jvp": {5: "out", 6: "normaliser"},
+    "_jvp": {N: "out", N + 1: "normaliser"},
     "_second": {
-        5: "out",
-        6: "normaliser",
-        7: "out",
-        8: "lse",
-        9: "gradient of out",
-        10: "gradient of lse",
+        N: "out",
+        N + 1: "normaliser",
+        N + 2: "out",
+        N + 3: "lse",
+        N + 4: "gradient of out",
+        N + 5: "gradient of lse",
     },
 }
 OTHERS = {
@@ -161,9 +164,9 @@ def test_operators_refuse_results_of_other_calls(suffix, at, other):
     q, k, v = (torch.randn(1, 2, n, 8) for n in (5, 7, 7))
     t, o = api.prepare(q, k, v, dict(backend="cpu"))
     o = o._replace(grad=True)
-    outs = torch.ops.fastattn.attention(*t, *o)
+    outs = torch.ops.fastattn.attention(*flat(t, o))
     out, lse = outs[0], outs[1][0]
-    u, none = (q, None, None, None, None), (None,) * 2
+    u, none = (q, *(None,) * (len(DIFFERENTIABLE) - 1)), (None,) * 2
     given = {
         "_backward": (*outs, *outs, *t, *o, ["q"]),
         "_jvp": (*u, *outs, *t, *o),

@@ -24,13 +24,13 @@ struct AmxDecode : Decode<Amx<P>> {
   static constexpr int64_t kLanesUsed = 16;
   static int64_t padded(int64_t d) { return round_up(d, kStep); }
 
-  static bool suits(const FaParams& p) { return !p.row_invariant && p.M > 0 && p.M <= kLanesUsed; }
+  static bool suits(const Params& p) { return !p.row_invariant && p.M > 0 && p.M <= kLanesUsed; }
 
-  static int64_t heads_per_tile(const FaParams& p) {
+  static int64_t heads_per_tile(const Params& p) {
     return std::clamp<int64_t>(kLanesUsed / std::max<int64_t>(p.M, 1), 1,
                                std::max<int64_t>(Base::group(p), 1));
   }
-  static int64_t tiles(const FaParams& p) {
+  static int64_t tiles(const Params& p) {
     return (Base::group(p) + heads_per_tile(p) - 1) / heads_per_tile(p);
   }
   // Lane x * M + i is row i of head h + x.
@@ -39,7 +39,7 @@ struct AmxDecode : Decode<Amx<P>> {
     FA_INLINE Rows rows(int64_t x) const { return {b, h + x, 0, M}; }
   };
   template <class F>
-  static void each_tile(const FaParams& p, int64_t b, int64_t hk, F f) {
+  static void each_tile(const Params& p, int64_t b, int64_t hk, F f) {
     const int64_t most = heads_per_tile(p), end = (hk + 1) * Base::group(p);
     int64_t t = 0;
     for (int64_t h = hk * Base::group(p); h < end; h += most)
@@ -58,11 +58,11 @@ struct AmxDecode : Decode<Amx<P>> {
     E *k, *v, *p, *turned, *rows;
     uint8_t *k_unfit, *v_unfit, *not_served;  // per key; per lane of all tiles
     ScoreScratch<float> score;
-    State state(const FaParams& p, int64_t t) const {
+    State state(const Params& p, int64_t t) const {
       return {q + t * padded(p.D) * 16, out + t * 16 * padded(p.Dv), m + t * 16, l + t * 16};
     }
   };
-  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+  static size_t carve(const Params& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t lanes = tiles(p) * 16, d = padded(p.D), dv = padded(p.Dv);
     b.q = take.template array<E>(lanes * d);
@@ -80,11 +80,11 @@ struct AmxDecode : Decode<Amx<P>> {
     b.k_unfit = take.array<uint8_t>(kTileKeys);
     b.v_unfit = take.array<uint8_t>(kTileKeys);
     b.not_served = take.array<uint8_t>(lanes);
-    b.score = {take.array<float>(p.mask.data ? kTileKeys * 16 : 0)};
+    b.score = ScoreScratch<float>::of(take, p, p.mask.data ? kTileKeys * 16 : 0);
     return take.used;
   }
 
-  static void begin(const FaParams& p, const Heads& heads, const State& st, E* rows_buf,
+  static void begin(const Params& p, const Heads& heads, const State& st, E* rows_buf,
                     uint8_t* not_served) {
     const typename Op::Source* from[16];
     const int64_t d = padded(p.D);
@@ -113,9 +113,16 @@ struct AmxDecode : Decode<Amx<P>> {
     }
   }
 
+  static bool hidden_by_mod(const Params& p, const Heads& heads, const Keys& keys) {
+    bool all = p.mod.classes.data != nullptr;
+    for (int64_t x = 0; x < heads.count && all; ++x)
+      all = FA_ISA::hidden_by_mod(p, heads.rows(x), keys);
+    return all;
+  }
+
   // As T::score_unscaled, for each head separately, or once for all if they have one row and are
   // alike.
-  static float score(const FaParams& p, const Heads& heads, const Keys& keys, const Buffers& buf) {
+  static float score(const Params& p, const Heads& heads, const Keys& keys, const Buffers& buf) {
     if (heads.count == 1 || (heads.M == 1 && heads_alike(p)))
       return T::score_unscaled(p, heads.rows(0), keys, buf.s, nullptr, buf.score);
     bool plain = p.scale > 0;
@@ -161,7 +168,7 @@ struct AmxDecode : Decode<Amx<P>> {
     }
   };
 
-  static void attend(const FaParams& p, const Heads& heads, const Keys& keys, const Staged& k,
+  static void attend(const Params& p, const Heads& heads, const Keys& keys, const Staged& k,
                      const State& st, const Buffers& buf) {
     const int64_t dv = padded(p.Dv), steps = (keys.count + kStep - 1) / kStep;
     each_step(keys_of(p, heads.b, key_head(p, heads.h)), keys, p.D,
@@ -192,21 +199,21 @@ struct AmxDecode : Decode<Amx<P>> {
   }
 
   // What the mask holds for at least one of the heads.
-  static uint8_t held_by(const FaParams& p, const Heads& heads, const Keys& keys) {
+  static uint8_t held_by(const Params& p, const Heads& heads, const Keys& keys) {
     uint8_t all = 0;
     for (int64_t x = 0; x < (p.mask.stride[1] == 0 ? 1 : heads.count) && !mixed(all); ++x)
       all |= classes_in(p, heads.rows(x), keys);
     return all;
   }
   // One block of keys against every row that sees them.
-  static void run_block(const FaParams& p, int64_t b, int64_t hk, const Keys& keys,
+  static void run_block(const Params& p, int64_t b, int64_t hk, const Keys& keys,
                         const Buffers& buf) {
     const KeyPlane k = keys_of(p, b, hk), v = values_of(p, b, hk);
     std::optional<Staged> staged;  // set once a tile sees them
     const KeyFits fits{buf.k_unfit, buf.v_unfit, keys.j0};
     each_tile(p, b, hk, [&](int64_t t, const Heads& heads) {
       const Keys visible{keys.j0, keys.count, held_by(p, heads, keys)};
-      if (hidden(visible.classes)) return;
+      if (hidden(visible.classes) || hidden_by_mod(p, heads, keys)) return;
       if (!staged) {
         staged.emplace(k, keys, p.D, buf);
         each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
@@ -220,7 +227,7 @@ struct AmxDecode : Decode<Amx<P>> {
       attend(p, heads, visible, *staged, buf.state(p, t), buf);
     });
   }
-  static void run_chunk(const FaParams& p, int64_t task, char* scratch) {
+  static void run_chunk(const Params& p, int64_t task, char* scratch) {
     const amx::Tiles registers;
     Buffers buf;
     carve(p, scratch, buf);
@@ -242,11 +249,11 @@ struct AmxDecode : Decode<Amx<P>> {
       }
     });
   }
-  static uint8_t* not_served(const FaParams& p) {  // [chunks][B H M], after the parts
+  static uint8_t* not_served(const Params& p) {  // [chunks][B H M], after the parts
     return static_cast<uint8_t*>(p.workspace) + Base::parts(p).bytes;
   }
 
-  static void merge(const FaParams& p, int64_t task, char* scratch) {
+  static void merge(const Params& p, int64_t task, char* scratch) {
     Base::merge(p, task, scratch);
     const Rows rows{task / p.H, task % p.H, 0, p.M};
     using Vectors = Forward<Plain<float>>;
@@ -264,7 +271,7 @@ struct AmxDecode : Decode<Amx<P>> {
     }
   }
 
-  static Plan plan(const FaParams& p) {
+  static Plan plan(const Params& p) {
     Buffers unused;
     Plan plan = Base::plan(p, carve(p, nullptr, unused), run_chunk);
     if constexpr (P > 1) {

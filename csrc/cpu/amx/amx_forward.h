@@ -38,15 +38,13 @@ struct AmxForward {
 
   // Tiles of rows that share each block of keys, as in forward.h; they fit L2 together with it.
   static constexpr int64_t kMostTiles = 8;
-  static int64_t tiles_per_task(const FaParams& p) {
+  static int64_t tiles_per_task(const Params& p) {
     const int64_t tiles = (p.M + kLanesUsed - 1) / kLanesUsed;
     return std::clamp<int64_t>(p.B * p.H * tiles / (4 * p.threads), 1, kMostTiles);
   }
-  static int64_t rows_per_task(const FaParams& p) { return tiles_per_task(p) * kLanesUsed; }
-  static int64_t blocks(const FaParams& p) {
-    return (p.M + rows_per_task(p) - 1) / rows_per_task(p);
-  }
-  static int64_t key_blocks(const FaParams& p) { return (p.N + kBlockKeys - 1) / kBlockKeys; }
+  static int64_t rows_per_task(const Params& p) { return tiles_per_task(p) * kLanesUsed; }
+  static int64_t blocks(const Params& p) { return (p.M + rows_per_task(p) - 1) / rows_per_task(p); }
+  static int64_t key_blocks(const Params& p) { return (p.N + kBlockKeys - 1) / kBlockKeys; }
   static int64_t padded(int64_t d) { return round_up(d, kStep); }
 
   // K, if it is split, and V^T; rows past the length are 0. And flags of keys that have no planes.
@@ -55,8 +53,8 @@ struct AmxForward {
     uint8_t *k_unfit, *v_unfit;  // [B Hk][keys]
     size_t bytes;
   };
-  static int64_t padded_keys(const FaParams& p) { return round_up(p.N, kStep); }
-  static Packed packed(const FaParams& p, int64_t b = 0, int64_t hk = 0) {
+  static int64_t padded_keys(const Params& p) { return round_up(p.N, kStep); }
+  static Packed packed(const Params& p, int64_t b = 0, int64_t hk = 0) {
     Scratch take = MaskClasses::workspace_behind(p);
     const int64_t at = (b * p.Hk + hk) * padded_keys(p), all = p.B * p.Hk * padded_keys(p);
     const int64_t cut = P == 1 ? 0 : all;
@@ -68,7 +66,7 @@ struct AmxForward {
     to.bytes = take.used;
     return to;
   }
-  static void pack(const FaParams& p, int64_t task, char* scratch) {
+  static void pack(const Params& p, int64_t task, char* scratch) {
     const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, J0 = task / p.Hk / p.B * kBlockKeys;
     const int64_t count = std::min(J0 + kBlockKeys, key_length(p, b)) - J0;
     if (count <= 0) return;
@@ -91,7 +89,7 @@ struct AmxForward {
     E *k, *p, *rows;
     ScoreScratch<float> score;
   };
-  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+  static size_t carve(const Params& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t d = padded(p.D), dv = padded(p.Dv);
     for (int64_t t = 0; t < tiles_per_task(p); ++t)
@@ -104,12 +102,12 @@ struct AmxForward {
     b.k = take.array<E>(P == 1 ? std::min(kBlockKeys, round_up(p.N, kStep)) * d : 0);
     b.p = take.array<E>(kBlockKeys * kLanesUsed);
     b.rows = take.array<E>(16 * d);
-    b.score = {take.array<float>(p.mask.data ? kChunkKeys * 16 : 0)};
+    b.score = ScoreScratch<float>::of(take, p, p.mask.data ? kChunkKeys * 16 : 0);
     return take.used;
   }
 
   // Returns a bit for each of these rows that tiles cannot serve.
-  static uint32_t begin(const FaParams& p, const Rows& rows, const State& st, E* rows_buf) {
+  static uint32_t begin(const Params& p, const Rows& rows, const State& st, E* rows_buf) {
     uint8_t unfit[kLanesUsed] = {};
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, kLanesUsed, st.q,
                    rows_buf, unfit);
@@ -132,7 +130,7 @@ struct AmxForward {
   }
 
   // One tile of rows against one block of keys; `k` starts at key J0.
-  static void attend(const FaParams& p, const Rows& rows, const Keys& keys, int64_t J0,
+  static void attend(const Params& p, const Rows& rows, const Keys& keys, int64_t J0,
                      Broadcast<E> k, const State& st, const Buffers& buf) {
     const E* v = packed(p, rows.b, key_head(p, rows.h)).v;
     const int64_t dv = padded(p.Dv);
@@ -188,7 +186,7 @@ struct AmxForward {
     if (P > 1) add(buf.sum, dv, st.out), add(buf.sum_l, 1, st.l);
   }
 
-  static void finish(const FaParams& p, const Rows& rows, const State& st) {
+  static void finish(const Params& p, const Rows& rows, const State& st) {
     for (int64_t i = 0; i < rows.count; ++i) {
       const float l = st.l[i];
       write_normaliser(p, rows.b, rows.h, rows.i0 + i, st.m[i], l);
@@ -201,7 +199,7 @@ struct AmxForward {
 
   // Computes the rows that tiles cannot serve with the vector kernels, several at a time, but only
   // rows that see the same unfit keys: a zero weight times such a value may be NaN.
-  static void on_vectors(const FaParams& p, const Rows& rows, uint32_t which, char* scratch) {
+  static void on_vectors(const Params& p, const Rows& rows, uint32_t which, char* scratch) {
     using Vectors = Forward<Plain<float>>;
     typename Vectors::Buffers buf;
     Vectors::carve(p, scratch, buf);
@@ -222,7 +220,7 @@ struct AmxForward {
     }
   }
 
-  static void run(const FaParams& p, int64_t task, char* scratch) {
+  static void run(const Params& p, int64_t task, char* scratch) {
     const amx::Tiles registers;
     Buffers buf;
     carve(p, scratch, buf);
@@ -277,7 +275,7 @@ struct AmxForward {
       });
   }
 
-  static Plan plan(const FaParams& p) {
+  static Plan plan(const Params& p) {
     Plan plan;
     Buffers unused;
     typename Forward<Plain<float>>::Buffers of_vectors;

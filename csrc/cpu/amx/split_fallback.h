@@ -16,7 +16,7 @@ inline bool any_unfit(const uint8_t* fits, int64_t n) {
 }
 
 // True if a key is hidden from each of these rows, by the band or by a mask.
-inline bool hidden(const FaParams& p, const Rows& rows, int64_t j) {
+inline bool hidden(const Params& p, const Rows& rows, int64_t j) {
   const Plane mask = plane(p.mask, rows.b, rows.h);
   for (int64_t i = rows.i0; i < rows.end(); ++i) {
     const KeyRange seen = key_range(p, rows.b, i, i + 1);
@@ -32,7 +32,7 @@ struct KeyFits {
   int64_t J0;
 };
 // True if an unfit key is visible to one of these rows: then the vector kernels compute the rows. On tiles a hidden key is replaced by zeros, and not even a NaN in it has an effect.
-inline bool see_unfit_key(const FaParams& p, const Rows& rows, const Keys& keys,
+inline bool see_unfit_key(const Params& p, const Rows& rows, const Keys& keys,
                           const KeyFits& fits) {
   const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
   const int64_t begin = std::max(keys.j0, seen.lo), end = std::min(keys.end(), seen.hi);
@@ -48,7 +48,7 @@ inline bool see_unfit_key(const FaParams& p, const Rows& rows, const Keys& keys,
 
 // True if two rows see the same unfit keys. A key that is in the band of one row only counts as a
 // difference, whatever the mask. Needs fits.v, and fits.J0 = 0.
-inline bool see_same_unfit_keys(const FaParams& p, const Rows& one, const Rows& other,
+inline bool see_same_unfit_keys(const Params& p, const Rows& one, const Rows& other,
                                 const KeyFits& fits) {
   const KeyRange a = key_range(p, one.b, one.i0, one.end());
   const KeyRange b = key_range(p, other.b, other.i0, other.end());
@@ -71,14 +71,14 @@ inline bool see_same_unfit_keys(const FaParams& p, const Rows& one, const Rows& 
 // rounding of scores, which has no bound. So forward records for each row which kernels made them.
 // The LSE is stored as two floats, the value and its rounding error (the tail). The last bit of the
 // tail is 1 if vector kernels made the scores; a tail of 0 becomes the least normal number first.
-inline void mark_scores(const FaParams& p, const Rows& rows, int64_t i, bool on_vectors) {
+inline void mark_scores(const Params& p, const Rows& rows, int64_t i, bool on_vectors) {
   float* tail = static_cast<float*>(p.lse.data) + plane(p.lse, rows.b, rows.h).at(rows.i0 + i, 1);
   const uint32_t was = bits(*tail), least = 0x00800000;
   *tail = number(on_vectors ? ((was & 0x7fffffff) ? was : least) | 1 : was & ~1u);
 }
 // The rows for which the vector kernels made the scores of these keys, a bit for each. A lane of
 // the vectors is a row.
-inline uint32_t scored_on_vectors(const FaParams& p, const Rows& rows, const Keys& keys,
+inline uint32_t scored_on_vectors(const Params& p, const Rows& rows, const Keys& keys,
                                   const KeyFits& k, const uint8_t* q_unfit, const float* tail) {
   uint32_t found = 0;
   const bool some = see_unfit_key(p, rows, keys, k);
@@ -100,7 +100,7 @@ struct VectorScratch {
 };
 
 // The keys, with zeros for an unfit one that none of the rows sees: it may be NaN or infinite. `unfit` begins with the first key.
-inline Broadcast<float> keys_on_vectors(const FaParams& p, const Plane& x, const Keys& keys,
+inline Broadcast<float> keys_on_vectors(const Params& p, const Plane& x, const Keys& keys,
                                         const Rows& rows, int64_t columns, const uint8_t* unfit,
                                         float* buf) {
   const auto along = Operand<Plain<float>>::along(x, keys.j0, keys.count, columns, buf);
@@ -113,7 +113,7 @@ inline Broadcast<float> keys_on_vectors(const FaParams& p, const Plane& x, const
 }
 // S[key][lane], or dP, of the lanes in `which`, as the vector kernels compute it.
 template <int NV>
-void products_on_vectors(const FaParams& p, const Plane& x, const Keys& keys, const uint8_t* unfit,
+void products_on_vectors(const Params& p, const Plane& x, const Keys& keys, const uint8_t* unfit,
                          const Plane& y, const Rows& rows, uint32_t which, int64_t columns,
                          float factor, const VectorScratch& buf, float* s) {
   Operand<Plain<float>>::transposed(y, rows.i0, rows.count, 0, columns, NV * 16, buf.turned,

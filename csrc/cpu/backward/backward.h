@@ -30,7 +30,7 @@ struct Backward {
   static constexpr int pair = Mul::pair;
 
   // --- before: normaliser and delta as the tiles want them, dq = 0 ----------------
-  static void prepare(const FaParams& p, int64_t task, char* scratch) {
+  static void prepare(const Params& p, int64_t task, char* scratch) {
     [[maybe_unused]] const typename Mul::Registers registers;
     const auto w = G::workspace(p);
     const int64_t t = task % G::tiles(p), h = task / G::tiles(p) % p.H,
@@ -58,19 +58,19 @@ struct Backward {
       });
     w.turn[task] = int32_t(key_range(p, b, rows.i0, rows.end()).lo / kTileKeys);
   }
-  static void begin_dq(const FaParams& p, const typename G::Workspace& w, const Rows& rows) {
+  static void begin_dq(const Params& p, const typename G::Workspace& w, const Rows& rows) {
     for (int64_t l = 0; l < rows.count; ++l) {
       R* dq = dq_row(p, w, rows, l);
       std::fill(dq, dq + (G::dq_in_place(p) ? p.D : G::padded(p.D)), R(0));
     }
   }
-  static void delta_from_output(const FaParams& p, const Rows& rows, R* delta) {
+  static void delta_from_output(const Params& p, const Rows& rows, R* delta) {
     add_products(p, p.out, p.dout, rows, delta);
     if (p.dlse.data) subtract(p.dlse, rows, delta);
   }
   // delta += sum_d x y, row by row.
-  static void add_products(const FaParams& p, const FaTensor& x, const FaTensor& y,
-                           const Rows& rows, R* delta) {
+  static void add_products(const Params& p, const FaTensor& x, const FaTensor& y, const Rows& rows,
+                           R* delta) {
     const Plane o = plane(x, rows.b, rows.h), g = plane(y, rows.b, rows.h);
     R a[FA_CPU_MAX_HEAD_DIM], c[FA_CPU_MAX_HEAD_DIM];
     for (int64_t l = 0; l < rows.count; ++l) {
@@ -90,7 +90,7 @@ struct Backward {
     for (int64_t l = 0; l < rows.count; ++l)
       delta[l] -= read<R>(x.data, x.dtype, from.at(rows.i0 + l));
   }
-  static void delta_from_weights(const FaParams& p, const Rows& rows, Normaliser<R> normaliser,
+  static void delta_from_weights(const Params& p, const Rows& rows, Normaliser<R> normaliser,
                                  R* delta, char* scratch) {
     Buffers buf;
     G::carve(p, scratch, buf);
@@ -111,7 +111,7 @@ struct Backward {
     });
   }
 
-  static R* dq_row(const FaParams& p, const typename G::Workspace& w, const Rows& rows, int64_t l) {
+  static R* dq_row(const Params& p, const typename G::Workspace& w, const Rows& rows, int64_t l) {
     if (G::dq_in_place(p))
       return static_cast<R*>(p.dq.data) + plane(p.dq, rows.b, rows.h).at(rows.i0 + l);
     return w.dq + ((rows.b * p.H + rows.h) * p.M + rows.i0 + l) * G::padded(p.D);
@@ -122,7 +122,7 @@ struct Backward {
   struct KeysTask {
     int64_t task, b, hk, chunk, segment, J0, count;
     int64_t end;  // of the block's valid keys
-    KeysTask(const FaParams& p, int64_t number) : task(number) {
+    KeysTask(const Params& p, int64_t number) : task(number) {
       const int64_t bhk = task % (p.B * p.Hk);
       segment = task / (p.B * p.Hk) % G::segments(p);
       chunk = task / (p.B * p.Hk) / G::segments(p);
@@ -133,13 +133,18 @@ struct Backward {
       end = std::min(J0 + count, key_length(p, b));
     }
   };
-  static void keys(const FaParams& p, int64_t task, char* scratch) {
+  static void keys(const Params& p, int64_t task, char* scratch) {
     [[maybe_unused]] const typename Mul::Registers registers;
     Buffers buf;
     G::carve(p, scratch, buf);
     const auto w = G::workspace(p);
     const KeysTask of(p, task);
     begin_keys(p, of, buf);
+    const int64_t parts = G::captured_parts(p), captured = parts ? task % parts : 0;
+    if (parts) {
+      buf.captured = w.captured + captured * captured_floats(p.mod);
+      wait_for_turn(w.captured_turn + captured, task / parts);
+    }
     if (of.end > of.J0) {
       const auto block = G::stage_keys(p, of.b, of.hk, of.J0, of.end, buf);
       const auto k_across = summed_keys(plane(p.k, of.b, of.hk), of.J0, of.end - of.J0, p.D, buf);
@@ -154,11 +159,12 @@ struct Backward {
     }
     if (G::kByParts)  // otherwise scaled during accumulation
       for (int64_t x = 0; x < of.count * G::padded(p.D); ++x) buf.dk[x] *= R(p.scale);
+    if (parts) pass_turn(w.captured_turn + captured, task / parts);
     write_keys(p, w, of, buf);
   }
   // Calls f(rows, their tile, the keys of the block that they see) for each tile of rows.
   template <class F>
-  static FA_INLINE void each_tile(const FaParams& p, const typename G::Workspace& w,
+  static FA_INLINE void each_tile(const Params& p, const typename G::Workspace& w,
                                   const KeysTask& of, F f) {
     const int64_t group = p.H / p.Hk;
     const int64_t all = group * G::tiles(p);  // head by head
@@ -177,11 +183,11 @@ struct Backward {
       }
     }
   }
-  static void begin_keys(const FaParams& p, const KeysTask& of, const Buffers& buf) {
+  static void begin_keys(const Params& p, const KeysTask& of, const Buffers& buf) {
     std::fill(buf.dk, buf.dk + of.count * G::padded(p.D), R(0));
     std::fill(buf.dv, buf.dv + of.count * G::padded(p.Dv), R(0));
   }
-  static void write_keys(const FaParams& p, const typename G::Workspace& w, const KeysTask& of,
+  static void write_keys(const Params& p, const typename G::Workspace& w, const KeysTask& of,
                          const Buffers& buf) {
     const auto put = [&](const FaTensor& to, const R* sum, R* parts, int64_t d) {
       const int64_t size = of.count * G::padded(d);
@@ -195,7 +201,7 @@ struct Backward {
   }
 
   // dK and dV of a block of keys from its segments, in their order.
-  static void join_segments(const FaParams& p, int64_t task, char*) {
+  static void join_segments(const Params& p, int64_t task, char*) {
     const auto w = G::workspace(p);
     const int64_t bhk = task % (p.B * p.Hk), chunk = task / (p.B * p.Hk), J0 = chunk * kTileKeys;
     const int64_t count = std::min(kTileKeys, p.N - J0);
@@ -217,7 +223,7 @@ struct Backward {
   }
 
   template <int NV>
-  static void tile(const FaParams& p, const typename G::Workspace& w, const Rows& rows, int64_t t,
+  static void tile(const Params& p, const typename G::Workspace& w, const Rows& rows, int64_t t,
                    const Keys& keys, int64_t chunk, const typename G::Block& block,
                    Broadcast<E> k_across, const Buffers& buf) {
     using T = Tile<R, NV>;
@@ -226,6 +232,7 @@ struct Backward {
     G::stage_rows(p, rows, T::lanes, buf);
     G::template scores<NV>(p, rows, keys, block, w, index * G::kRows, buf);
     if (MaskGradient<Mul>::is_ds(p)) MaskGradient<Mul>::write_ds(p, rows, keys, T::lanes, buf.ds);
+    if (buf.captured) T::captured_gradients(p, rows, keys, buf.ds, buf.score, buf.captured);
     if (!G::of_weights(p)) {  // dV += dropout(P) dO
       const R* s = p.dropout_p > 0 ? buf.dropped : buf.s;
       const Broadcast<E> dout = Op::across(plane(p.dout, rows.b, rows.h), rows.i0, rows.count, p.Dv,
@@ -264,7 +271,7 @@ struct Backward {
 
   // The same on tile registers: the scores of one part of the rows after another, while they are in
   // L1; then the sums over all of the rows at once, and dQ^T += K^T dS part by part.
-  static void tile_by_parts(const FaParams& p, const typename G::Workspace& w, const Rows& rows,
+  static void tile_by_parts(const Params& p, const typename G::Workspace& w, const Rows& rows,
                             int64_t t, const Keys& keys, int64_t chunk,
                             const typename G::Block& block, const E* k_turned, const Buffers& buf) {
     constexpr int64_t part = G::kPart, room = part * kTileKeys;  // of one part, as an operand
@@ -291,7 +298,7 @@ struct Backward {
         Op::tile_along(p.dropout_p > 0 ? buf.dropped : buf.s, mine.count,
                        buf.along_p + operand + skipped * part);
       const typename G::template OfScores<NV> of_scores(normaliser, w.delta + at);
-      const bool keep = MaskGradient<Mul>::is_ds(p);
+      const bool masks = MaskGradient<Mul>::is_ds(p), keep = masks || buf.captured;
       const auto gradient = [&](int64_t j, int v) {
         const int64_t x = j * T::lanes + v * T::W;
         const Vec<R> ds = of_scores(v, load(buf.s + x), load(buf.ds + x));
@@ -300,7 +307,8 @@ struct Backward {
       };
       fit &= Op::along_and_across(mine.count, buf.along + operand + skipped * part,
                                   buf.across + operand, gradient);
-      if (keep) MaskGradient<Mul>::write_ds(p, here, mine, T::lanes, buf.ds);
+      if (masks) MaskGradient<Mul>::write_ds(p, here, mine, T::lanes, buf.ds);
+      if (buf.captured) T::captured_gradients(p, here, mine, buf.ds, buf.score, buf.captured);
       if constexpr (G::kPlanes) {
         if (fit) return;
         for (E* along : {buf.along + operand, buf.along_p + operand})
@@ -327,8 +335,8 @@ struct Backward {
   }
   // Adds a part of the rows to the three sums on vectors, if one of its operands has no planes.
   template <int NV>
-  static void add_on_vectors(const FaParams& p, const Rows& rows, const Keys& keys, int64_t J0,
-                             R* dq, const Buffers& buf) {
+  static void add_on_vectors(const Params& p, const Rows& rows, const Keys& keys, int64_t J0, R* dq,
+                             const Buffers& buf) {
     using T = Tile<R, NV>;
     using Vectors = Plain<R>;
     using OfRows = Operand<Vectors>;
@@ -349,7 +357,7 @@ struct Backward {
   }
 
   // The buffers, with pointers to the rows that `prepare` packed, from this row on.
-  static Buffers packed_rows(const FaParams& p, const typename G::Workspace& w, int64_t row,
+  static Buffers packed_rows(const Params& p, const typename G::Workspace& w, int64_t row,
                              Buffers buf) {
     buf.q = w.q + row * G::padded(p.D);
     buf.q_across = w.q_across + row * G::padded(p.D);
@@ -359,7 +367,7 @@ struct Backward {
     buf.dout_unfit = w.dout_unfit + row;
     return buf;
   }
-  static void pack_rows(const FaParams& p, const typename G::Workspace& w, const Rows& rows,
+  static void pack_rows(const Params& p, const typename G::Workspace& w, const Rows& rows,
                         int64_t first, const Buffers& buf) {
     each_part<Mul>(rows, [&](auto, const Rows& part, int64_t lane) {
       const Buffers to = packed_rows(p, w, first + lane, buf);
@@ -370,18 +378,18 @@ struct Backward {
                    buf.rows);
     });
   }
-  static R* dq_part(const FaParams& p, const typename G::Workspace& w, const Rows& rows,
+  static R* dq_part(const Params& p, const typename G::Workspace& w, const Rows& rows,
                     int64_t lane) {
     const int64_t tile = G::tile_index(p, rows.b, rows.h, rows.i0 / G::kRows);
     return w.dq + (tile * G::kRows + lane) * G::padded(p.D);
   }
 
-  static int64_t dq_stride(const FaParams& p) {
+  static int64_t dq_stride(const Params& p) {
     return G::dq_in_place(p) ? p.dq.stride[2] : G::padded(p.D);
   }
 
   // --- after -----------------------------------------------------------------------
-  static void write_dq(const FaParams& p, int64_t task, char*) {
+  static void write_dq(const Params& p, int64_t task, char*) {
     const auto w = G::workspace(p);
     const int64_t t = task % G::tiles(p), bh = task / G::tiles(p);
     const Rows rows = G::tile_rows(p, bh / p.H, bh % p.H, t);
@@ -399,7 +407,7 @@ struct Backward {
   }
 
   // A sink is a key without a value: dsink_h = -sum exp(sink - lse - tail) delta.
-  static void sinks(const FaParams& p, int64_t h, char*) {
+  static void sinks(const Params& p, int64_t h, char*) {
     const auto w = G::workspace(p);
     const R sink = read<R>(p.sinks.data, p.sinks.dtype, h * p.sinks.stride[1]);
     double sum = 0;
@@ -414,14 +422,36 @@ struct Backward {
     write_row(p.dsinks.data, p.dsinks.dtype, h * p.dsinks.stride[1], 1, 1, &result);
   }
 
+  // The gradient of captured numbers: zeros to add to, before the main phase; the sum of the parts
+  // after it.
+  static void clear_captured(const Params& p, int64_t part, char*) {
+    const auto w = G::workspace(p);
+    const int64_t n = captured_floats(p.mod);
+    std::fill_n(w.captured + part * n, n, R(0));
+    w.captured_turn[part] = 0;
+  }
+  static constexpr int64_t kCapturedAtOnce = 4096;
+  static void sum_captured(const Params& p, int64_t task, char*) {
+    const auto w = G::workspace(p);
+    const int64_t n = captured_floats(p.mod), begin = task * kCapturedAtOnce;
+    R* to = static_cast<R*>(p.mod.dfloats);
+    for (int64_t x = begin; x < std::min(n, begin + kCapturedAtOnce); ++x) {
+      R sum = R(0);
+      for (int64_t part = 0; part < G::captured_parts(p); ++part) sum += w.captured[part * n + x];
+      to[x] = sum;
+    }
+  }
+
   // The gradients of a mask and of sinks, where the main phase does not compute them.
-  static void add_others(const FaParams& p, Plan& plan) {
+  static void add_others(const Params& p, Plan& plan) {
     Buffers unused;
     if (p.dmask.data && !MaskGradient<Mul>::is_ds(p))
       plan.add({MaskGradient<Mul>::tasks(p), G::carve(p, nullptr, unused), MaskGradient<Mul>::run});
     if (p.dsinks.data) plan.add({p.H, 0, sinks});
+    const int64_t numbers = p.mod.dfloats ? captured_floats(p.mod) : 0;
+    plan.add({(numbers + kCapturedAtOnce - 1) / kCapturedAtOnce, 0, sum_captured});
   }
-  static Plan plan(const FaParams& p) {
+  static Plan plan(const Params& p) {
     Plan plan;
     Buffers unused;
     const size_t scratch = G::carve(p, nullptr, unused);
@@ -429,7 +459,8 @@ struct Backward {
     plan.workspace = G::workspace(p).bytes;
     MaskClasses::add(p, plan);
     plan.add({row_tasks, G::of_weights(p) || G::kByParts ? scratch : 0, prepare});
-    plan.add({G::chunks(p) * G::segments(p) * p.B * p.Hk, scratch, keys});
+    plan.add({G::captured_parts(p), 0, clear_captured});
+    plan.add({G::key_tasks(p), scratch, keys});
     if (G::segments(p) > 1) plan.add({G::chunks(p) * p.B * p.Hk, 0, join_segments});
     if (!G::dq_in_place(p)) plan.add({row_tasks, 0, write_dq});
     add_others(p, plan);

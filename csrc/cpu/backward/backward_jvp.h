@@ -23,27 +23,26 @@ struct Second {
   using Masks = MaskGradient<Plain<R>, G>;
 
   // --- before: row vectors as the tiles want them, dq = 0 ---------------------------
-  static FaTensor own_lse(const FaParams& p) {
+  static FaTensor own_lse(const Params& p) {
     const int64_t head = 2 * p.M;
     return {G::workspace(p).lse, {p.H * head, head, 2, 1}, dtype_of<R>};
   }
   // The normaliser of these scores, if forward rounded its scores differently.
-  static void normalise(const FaParams& p, int64_t task, char* scratch) {
-    FaParams alone = p;
-    for (FaTensor FaParams::* x :
-         {&FaParams::out, &FaParams::out_t, &FaParams::lse_t, &FaParams::q_t, &FaParams::k_t,
-          &FaParams::v_t, &FaParams::mask_t, &FaParams::sinks_t})
+  static void normalise(const Params& p, int64_t task, char* scratch) {
+    Params alone = p;
+    for (FaTensor Params::* x : {&Params::out, &Params::out_t, &Params::lse_t, &Params::q_t,
+                                 &Params::k_t, &Params::v_t, &Params::mask_t, &Params::sinks_t})
       alone.*x = {};
     alone.lse = own_lse(p);
     Jvp<R>::template run<true>(alone, task, scratch);
   }
   template <bool kRescored>
-  static void prepare(const FaParams& p, int64_t task, char*) {
+  static void prepare(const Params& p, int64_t task, char*) {
     const auto w = G::workspace(p);
     const int64_t t = task % G::tiles(p), bh = task / G::tiles(p);
     const Rows rows = G::tile_rows(p, bh / p.H, bh % p.H, t);
     const int64_t at = task * G::kRows;
-    FaParams read_from = p;
+    Params read_from = p;
     if (kRescored) read_from.lse = own_lse(p);
     const Normaliser<R> normaliser = w.normaliser.from(at);
     read_normaliser(read_from, rows, G::kRows, normaliser);
@@ -61,7 +60,7 @@ struct Second {
   }
 
   // --- the products ----------------------------------------------------------------
-  static void keys(const FaParams& p, int64_t task, char* scratch) {
+  static void keys(const Params& p, int64_t task, char* scratch) {
     Buffers buf;
     G::carve(p, scratch, buf);
     const auto w = G::workspace(p);
@@ -85,7 +84,7 @@ struct Second {
   }
 
   template <int NV>
-  static void tile(const FaParams& p, const typename G::Workspace& w, const Rows& rows, int64_t t,
+  static void tile(const Params& p, const typename G::Workspace& w, const Rows& rows, int64_t t,
                    const Keys& keys, int64_t chunk, const typename G::Block& block, Broadcast<R> k,
                    Broadcast<R> k_t, const Buffers& buf) {
     using T = Tile<R, NV>;
@@ -138,7 +137,7 @@ struct Second {
 
   // --- after -----------------------------------------------------------------------
   // -sum P_t delta + P delta_t of the sink's probability P.
-  static void sinks(const FaParams& p, int64_t h, char*) {
+  static void sinks(const Params& p, int64_t h, char*) {
     const auto w = G::workspace(p);
     const auto of = [&](const FaTensor& x) {
       return x.data ? double(read<R>(x.data, x.dtype, h * x.stride[1])) : 0.0;
@@ -160,7 +159,7 @@ struct Second {
   }
 
   // rescored: did forward round its scores differently?
-  static Plan plan(const FaParams& p, bool rescored) {
+  static Plan plan(const Params& p, bool rescored) {
     Plan plan;
     Buffers unused;
     const size_t scratch = G::carve(p, nullptr, unused);

@@ -23,9 +23,9 @@ struct FewGradients {
   using Chunks = Decode<Mul>;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
 
-  static int64_t rows(const FaParams& p) { return Chunks::group(p) * p.M; }
+  static int64_t rows(const Params& p) { return Chunks::group(p) * p.M; }
   // With more rows, the scores of a block of keys would not stay in a near cache.
-  static bool suit(const FaParams& p) { return Few::suit(p) && rows(p) <= 128; }
+  static bool suit(const Params& p) { return Few::suit(p) && rows(p) <= 128 && !p.mod.dfloats; }
 
   struct Buffers {
     E *q, *dout;             // [rows][Few::padded(columns)], as products read them
@@ -41,7 +41,7 @@ struct FewGradients {
     ScoreScratch<R> score;
   };
   static int64_t numbers(int64_t columns) { return round_up(columns, W); }
-  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+  static size_t carve(const Params& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t n = rows(p), keys = kTileKeys;
     b.q = take.array<E>(n * Few::padded(p.D));
@@ -59,12 +59,12 @@ struct FewGradients {
     b.dq = take.array<R>(n * Sum::columns(p.D));
     b.written = take.array<R>(W * numbers(std::max(p.D, p.Dv)));
     b.seen = take.array<Keys>(Chunks::group(p));
-    b.score = {take.array<R>(p.mask.data ? keys * W : 0)};
+    b.score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * W : 0);
     return take.used;
   }
 
   // [chunks][B H M][Sum::columns(D)], after the workspace that all gradients share.
-  static R* parts(const FaParams& p, size_t& bytes) {
+  static R* parts(const Params& p, size_t& bytes) {
     Scratch take{static_cast<char*>(p.workspace), G::workspace(p).bytes};
     const int64_t chunks = Chunks::chunks(p);
     R* parts = take.array<R>(chunks == 1 ? 0 : chunks * p.B * p.H * p.M * Sum::columns(p.D));
@@ -74,13 +74,13 @@ struct FewGradients {
 
   struct Task {
     int64_t b, hk, h0, chunk;
-    Task(const FaParams& p, int64_t task)
+    Task(const Params& p, int64_t task)
         : b(task / p.Hk % p.B),
           hk(task % p.Hk),
           h0(hk * Chunks::group(p)),
           chunk(task / p.Hk / p.B) {}
   };
-  static void run(const FaParams& p, int64_t task, char* scratch) {
+  static void run(const Params& p, int64_t task, char* scratch) {
     Buffers buf;
     carve(p, scratch, buf);
     const Task of(p, task);
@@ -96,7 +96,7 @@ struct FewGradients {
     }
     write_sums(p, of, buf);
   }
-  static void write_sums(const FaParams& p, const Task& of, const Buffers& buf) {
+  static void write_sums(const Params& p, const Task& of, const Buffers& buf) {
     const int64_t d = Sum::columns(p.D);
     size_t bytes;
     R* to = parts(p, bytes);
@@ -108,7 +108,7 @@ struct FewGradients {
         std::copy_n(buf.dq + row * d, d, to + Chunks::part(p, of.chunk, of.b, h, i) * d);
     }
   }
-  static void stage_rows(const FaParams& p, const Task& of, const Buffers& buf) {
+  static void stage_rows(const Params& p, const Task& of, const Buffers& buf) {
     for (int64_t h = 0; h < Chunks::group(p); ++h) {
       const Plane q = plane(p.q, of.b, of.h0 + h), dout = plane(p.dout, of.b, of.h0 + h);
       const int64_t first = h * p.M;
@@ -119,7 +119,7 @@ struct FewGradients {
     }
   }
   // dK and dV of keys that no row sees.
-  static void clear(const FaParams& p, const Task& of, int64_t j, int64_t end) {
+  static void clear(const Params& p, const Task& of, int64_t j, int64_t end) {
     static constexpr R zeros[FA_CPU_MAX_HEAD_DIM] = {};
     const Plane dk = plane(p.dk, of.b, of.hk), dv = plane(p.dv, of.b, of.hk);
     for (; j < end; ++j) {
@@ -130,7 +130,7 @@ struct FewGradients {
 
   // Computes the gradients of a block of keys. False if a mask hides all of it: then nothing is
   // read or written.
-  static bool block(const FaParams& p, const Task& of, const Keys& keys, const Buffers& buf) {
+  static bool block(const Params& p, const Task& of, const Keys& keys, const Buffers& buf) {
     const auto w = G::workspace(p);
     const auto head = [&](int64_t h) { return Rows{of.b, of.h0 + h, 0, p.M}; };
     const auto lane = [&](int64_t h) { return G::tile_index(p, of.b, of.h0 + h, 0) * G::kRows; };
@@ -156,7 +156,7 @@ struct FewGradients {
     return true;
   }
 
-  static void products(const FaParams& p, const Task& of, const Keys& keys, Broadcast<E> k,
+  static void products(const Params& p, const Task& of, const Keys& keys, Broadcast<E> k,
                        const Buffers& buf) {
     const Plane values = plane(p.v, of.b, of.hk), dv = plane(p.dv, of.b, of.hk);
     const auto v = Operand<Mul>::along(values, keys.j0, keys.count, p.Dv, buf.v);
@@ -169,7 +169,7 @@ struct FewGradients {
     }
   }
 
-  static void sums(const FaParams& p, const Task& of, const Keys& keys, Broadcast<E> k,
+  static void sums(const Params& p, const Task& of, const Keys& keys, Broadcast<E> k,
                    const Buffers& buf) {
     const Plane key = plane(p.k, of.b, of.hk);
     const Plane dk = plane(p.dk, of.b, of.hk), dv = plane(p.dv, of.b, of.hk);
@@ -201,7 +201,7 @@ struct FewGradients {
     }
   };
   // Turns the products into P, and dP into dS.
-  static void gradients(const FaParams& p, const Rows& rows, const Keys& keys,
+  static void gradients(const Params& p, const Rows& rows, const Keys& keys,
                         Normaliser<R> normaliser, const R* delta, const Scores& at,
                         const Buffers& buf) {
     const int64_t end = round_up(keys.count, Few::kPadded);
@@ -239,7 +239,7 @@ struct FewGradients {
       });
   }
   // Dropout of a tile of ones gives the factors of P and dP.
-  static void dropout(const FaParams& p, const Rows& rows, const Keys& keys, const Scores& at,
+  static void dropout(const Params& p, const Rows& rows, const Keys& keys, const Scores& at,
                       const Buffers& buf) {
     std::fill(buf.turned, buf.turned + keys.count * W, R(1));
     T::dropout(p, rows, keys, buf.turned, nullptr);
@@ -285,20 +285,20 @@ struct FewGradients {
   }
 
   // `sum` is in the order that `natural` undoes; `row` has room for a row in natural order.
-  static void write_dq(const FaParams& p, int64_t b, int64_t h, int64_t i, const R* sum, R* row) {
+  static void write_dq(const Params& p, int64_t b, int64_t h, int64_t i, const R* sum, R* row) {
     Sum::natural(sum, p.D, row);
     for (int64_t c = 0; c < p.D; ++c) row[c] *= R(p.scale);
     const Plane to = plane(p.dq, b, h);
     write_row(p.dq.data, to.dtype, to.at(i), to.step, p.D, row);
   }
   // Sums the parts of one head's rows.
-  static size_t carve_join(const FaParams& p, char* base, R*& sum, R*& row) {
+  static size_t carve_join(const Params& p, char* base, R*& sum, R*& row) {
     Scratch take{base};
     sum = take.array<R>(Sum::columns(p.D));
     row = take.array<R>(Sum::columns(p.D));
     return take.used;
   }
-  static void join(const FaParams& p, int64_t task, char* scratch) {
+  static void join(const Params& p, int64_t task, char* scratch) {
     R *sum, *row;
     carve_join(p, scratch, sum, row);
     size_t bytes;
@@ -314,7 +314,7 @@ struct FewGradients {
     }
   }
 
-  static Plan plan(const FaParams& p) {
+  static Plan plan(const Params& p) {
     using All = Backward<Mul>;
     Plan plan;
     Buffers unused;

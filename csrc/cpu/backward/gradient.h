@@ -22,10 +22,10 @@ struct Gradient {
   static constexpr int pair = Mul::pair;
   static constexpr int64_t kRows = Sizes<Mul>::rows, kPart = Sizes<Mul>::part;
 
-  static int64_t tiles(const FaParams& p) { return (p.M + kRows - 1) / kRows; }
-  static int64_t chunks(const FaParams& p) { return (p.N + kTileKeys - 1) / kTileKeys; }
+  static int64_t tiles(const Params& p) { return (p.M + kRows - 1) / kRows; }
+  static int64_t chunks(const Params& p) { return (p.N + kTileKeys - 1) / kTileKeys; }
   static int64_t padded(int64_t d) { return round_up(d, Sizes<Mul>::padding); }
-  static Rows tile_rows(const FaParams& p, int64_t b, int64_t h, int64_t t) {
+  static Rows tile_rows(const Params& p, int64_t b, int64_t h, int64_t t) {
     const int64_t i0 = t * kRows;
     return {b, h, i0, std::min(kRows, p.M - i0)};
   }
@@ -33,24 +33,36 @@ struct Gradient {
   // Few keys and many rows (cross-attention, grouped heads) give few blocks of keys to distribute:
   // then the rows are split, too, into segments of at least four tiles. The rule does not depend on
   // B, H or threads, so neither does the order of a sum.
-  static int64_t segments(const FaParams& p) {
+  static int64_t segments(const Params& p) {
     const int64_t group = p.Hk ? p.H / p.Hk : 0, few = most(1, chunks(p));
     return most(1, least(group * tiles(p) / 4, 16 / few));
   }
 
+  // The gradient of captured numbers is summed in so many parts: the number depends on the call
+  // alone, so a sum has one order. Tasks share a part if there are more of them, in turn.
+  static int64_t captured_parts(const Params& p) {
+    if (!p.mod.dfloats) return 0;
+    // At most 64 MiB, and less work to add them up than the scores are, if four allow that.
+    const int64_t numbers = most(1, captured_floats(p.mod));
+    const int64_t fit = (int64_t{64} << 20) / sizeof(R) / numbers;
+    const int64_t worth = most(4, p.B * p.H * p.M * p.N / (4 * numbers));
+    return most(1, least(least(64, least(fit, worth)), key_tasks(p)));
+  }
+  static int64_t key_tasks(const Params& p) { return chunks(p) * segments(p) * p.B * p.Hk; }
+
   // True if dP comes from the gradient of the weights, not from dO and V.
-  static bool of_weights(const FaParams& p) { return p.dweights.data != nullptr; }
+  static bool of_weights(const Params& p) { return p.dweights.data != nullptr; }
 
   static constexpr bool kByParts = kPart < kRows, kPlanes = Mul::planes > 1;
   // True if scores have the roundings of few_rows.h. (AMX tiles have one path only.)
-  static bool few(const FaParams& p) {
+  static bool few(const Params& p) {
     if constexpr (kByParts) return false;
     return FewRows<Mul>::suit(p);
   }
 
   // dq is summed in place if its rows are whole vectors of the computing type, and not taken by
   // parts.
-  static bool dq_in_place(const FaParams& p) {
+  static bool dq_in_place(const Params& p) {
     return !kByParts && p.dq.dtype == dtype_of<R> && p.dq.stride[3] == 1 && p.D % kLanes<R> == 0;
   }
   struct Workspace {
@@ -60,11 +72,13 @@ struct Gradient {
                     // H][tiles][parts][padded(D)][kPart]
     int32_t* turn;  // [B H][tiles]: the chunk of keys that adds to dq next
     R *dk, *dv;     // [tasks][keys][padded(D)], [..padded(Dv)]: sums of segments, if any
+    R* captured;    // [captured_parts][numbers]: the gradient of captured numbers
+    int32_t* captured_turn;  // [captured_parts]: the task that adds to it next, by its rank
     E *q, *dout, *q_across, *dout_across;  // [B H][tiles], where rows are taken by parts
     uint8_t *q_unfit, *dout_unfit;         // [B H][tiles][kRows]: which rows have no planes
     size_t bytes;
   };
-  static Workspace workspace(const FaParams& p) {
+  static Workspace workspace(const Params& p) {
     Scratch take = MaskClasses::workspace_behind(p);
     const int64_t rows = p.B * p.H * tiles(p) * kRows;
     Workspace w;
@@ -76,6 +90,8 @@ struct Gradient {
     const int64_t parts = segments(p) == 1 ? 0 : segments(p) * chunks(p) * p.B * p.Hk * kTileKeys;
     w.dk = take.array<R>(parts * padded(p.D));
     w.dv = take.array<R>(parts * padded(p.Dv));
+    w.captured = take.array<R>(captured_parts(p) * captured_floats(p.mod));
+    w.captured_turn = take.array<int32_t>(captured_parts(p));
     const int64_t packed = kByParts ? rows : 0, packed_dout = of_weights(p) ? 0 : packed;
     w.q = take.array<E>(packed * padded(p.D));
     w.q_across = take.array<E>(packed * padded(p.D));
@@ -86,7 +102,7 @@ struct Gradient {
     w.bytes = take.used;
     return w;
   }
-  static int64_t tile_index(const FaParams& p, int64_t b, int64_t h, int64_t t) {
+  static int64_t tile_index(const Params& p, int64_t b, int64_t h, int64_t t) {
     return (b * p.H + h) * tiles(p) + t;
   }
 
@@ -100,13 +116,14 @@ struct Gradient {
     R *dk, *dv;         // [keys][padded(D)], [keys][padded(Dv)]
     R* sum;             // [keys][lanes], mask gradients
     ScoreScratch<R> score;
-    E* few_q;  // [rows][padded(D)], and [rows][keys] of S: few_rows.h
+    R* captured;  // the part of the gradient of captured numbers that the task adds to, or null
+    E* few_q;     // [rows][padded(D)], and [rows][keys] of S: few_rows.h
     R* few_s;
     // Flags of the block's keys, and of the rows, that have no planes; and buffers for those.
     uint8_t *k_unfit, *v_unfit, *q_unfit, *dout_unfit;
     VectorScratch vectors;
   };
-  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+  static size_t carve(const Params& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t lanes = kPart, rows = kRows, keys = kTileKeys, tile = keys * lanes;
     const int64_t d = padded(p.D), dv = padded(p.Dv);
@@ -129,7 +146,9 @@ struct Gradient {
     b.dk = take.array<R>(keys * d);
     b.dv = take.array<R>(keys * dv);
     b.sum = take.array<R>(p.dmask.data ? keys * rows : 0);
-    b.score = {take.array<R>(p.mask.data || of_weights(p) ? keys * kLanes<R> : 0)};
+    b.score = ScoreScratch<R>::of(take, p, p.mask.data || of_weights(p) ? keys * kLanes<R> : 0);
+    if (p.mod.dfloats && code_of(p.mod).reads_products) b.score.products = take.array<R>(tile);
+    b.captured = nullptr;
     b.few_q = take.array<E>(few(p) ? p.M * d : 0);
     b.few_s = take.array<R>(few(p) ? keys * kLanes<R> : 0);
     if constexpr (kPlanes) {
@@ -146,7 +165,7 @@ struct Gradient {
     int64_t J0;
     Broadcast<E> k, v;
   };
-  static Block stage_keys(const FaParams& p, int64_t b, int64_t hk, int64_t J0, int64_t end,
+  static Block stage_keys(const Params& p, int64_t b, int64_t hk, int64_t J0, int64_t end,
                           const Buffers& buf) {
     Block block{J0, {}, {}};
     const int64_t count = std::min(J0 + kTileKeys, end) - J0;
@@ -160,7 +179,7 @@ struct Gradient {
     if (!of_weights(p)) block.v = along(p.v, p.Dv, buf.v, buf.v_unfit);
     return block;
   }
-  static void stage_rows(const FaParams& p, const Rows& rows, int64_t lanes, const Buffers& buf) {
+  static void stage_rows(const Params& p, const Rows& rows, int64_t lanes, const Buffers& buf) {
     const auto turn = [&](const FaTensor& t, int64_t d, E* to, [[maybe_unused]] uint8_t* unfit) {
       const Plane from = plane(t, rows.b, rows.h);
       if constexpr (kPlanes) {
@@ -180,8 +199,8 @@ struct Gradient {
   // buf.s = P and, with dropout, buf.dropped = dropout(P); buf.ds = dropout(dP). Returns whether
   // all operands have planes.
   template <int NV>
-  static bool probabilities(const FaParams& p, const Rows& rows, const Keys& keys,
-                            const Block& block, Normaliser<R> normaliser, const Buffers& buf) {
+  static bool probabilities(const Params& p, const Rows& rows, const Keys& keys, const Block& block,
+                            Normaliser<R> normaliser, const Buffers& buf) {
     using T = Tile<R, NV>;
     using Dots = DotProducts<Mul, NV>;
     Broadcast<E> k = block.k, v = block.v;
@@ -260,7 +279,7 @@ struct Gradient {
   };
   // buf.ds = the gradient with respect to the scores; `at`: the first row's place in the workspace.
   template <int NV>
-  static void scores(const FaParams& p, const Rows& rows, const Keys& keys, const Block& block,
+  static void scores(const Params& p, const Rows& rows, const Keys& keys, const Block& block,
                      const Workspace& w, int64_t at, const Buffers& buf) {
     const Normaliser<R> normaliser = w.normaliser.from(at);
     probabilities<NV>(p, rows, keys, block, normaliser, buf);
@@ -276,14 +295,15 @@ struct Gradient {
   }
 
   // The keys of the block at J0 that some of the rows see, given their LSE (see `hiding_classes`).
-  static Keys seen_keys(const FaParams& p, const Rows& rows, int64_t J0, const R* lse) {
+  static Keys seen_keys(const Params& p, const Rows& rows, int64_t J0, const R* lse) {
     const Keys keys = visible_keys<Mul>(p, rows, J0);
-    return p.mask.data ? unmasked_keys(p, rows, keys, hiding_classes(lse, rows.count)) : keys;
+    const bool masked = p.mask.data || p.mod.classes.data;
+    return masked ? unmasked_keys(p, rows, keys, hiding_classes(lse, rows.count)) : keys;
   }
 
   // Calls f(keys, block) for every block of keys that the rows see, as `Of` stages it.
   template <class Of = Gradient, class F>
-  static void each_block(const FaParams& p, const Rows& rows, const R* lse, KeyRange within,
+  static void each_block(const Params& p, const Rows& rows, const R* lse, KeyRange within,
                          const typename Of::Buffers& buf, F f) {
     const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
     const int64_t end = std::min(seen.hi, within.hi);

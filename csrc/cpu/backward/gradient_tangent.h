@@ -23,7 +23,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
     R *lse_t, *delta_t;  // as delta
     R* lse;              // [B H M][2]: the normaliser of these scores, if forward's differ
   };
-  static Workspace workspace(const FaParams& p) {
+  static Workspace workspace(const Params& p) {
     Workspace w;
     static_cast<typename G::Workspace&>(w) = G::workspace(p);
     Scratch take{static_cast<char*>(p.workspace), w.bytes};
@@ -40,7 +40,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
     R *q_t, *dout_t, *q_t_across, *dout_t_across;  // of a tile of rows; likewise
     R *s_t, *dp_t, *second, *ds_t;                 // [keys][lanes]
   };
-  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+  static size_t carve(const Params& p, char* base, Buffers& b) {
     Scratch take{base, G::carve(p, base, b)};
     const int64_t lanes = G::kPart, keys = kTileKeys;
     const int64_t d = G::padded(p.D), dv = G::padded(p.Dv);
@@ -62,7 +62,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
   struct Block : G::Block {
     Broadcast<R> k_t, v_t;  // null if zero
   };
-  static Block stage_keys(const FaParams& p, int64_t b, int64_t hk, int64_t J0, int64_t end,
+  static Block stage_keys(const Params& p, int64_t b, int64_t hk, int64_t J0, int64_t end,
                           const Buffers& buf) {
     Block block{G::stage_keys(p, b, hk, J0, end, buf), {}, {}};
     const int64_t count = std::min(J0 + kTileKeys, end) - J0;
@@ -70,7 +70,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
     if (buf.v_t) block.v_t = Op::along(plane(p.v_t, b, hk), J0, count, p.Dv, buf.v_t);
     return block;
   }
-  static void stage_rows(const FaParams& p, const Rows& rows, int64_t lanes, const Buffers& buf) {
+  static void stage_rows(const Params& p, const Rows& rows, int64_t lanes, const Buffers& buf) {
     const auto turn = [&](const FaTensor& t, int64_t d, R* to) {
       if (to)
         Op::transposed(plane(t, rows.b, rows.h), rows.i0, rows.count, 0, d, lanes, to, buf.rows);
@@ -81,7 +81,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
     turn(p.dout_t, p.Dv, buf.dout_t);
   }
   template <class F>
-  static void each_block(const FaParams& p, const Rows& rows, const R* lse, KeyRange within,
+  static void each_block(const Params& p, const Rows& rows, const R* lse, KeyRange within,
                          const Buffers& buf, F f) {
     G::template each_block<GradientTangent>(p, rows, lse, within, buf, f);
   }
@@ -89,7 +89,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
   // buf.s = P, buf.s_t, buf.ds = dP, buf.dp_t; buf.dropped = Z if there is dropout; and the
   // derivative of scores by products, buf.derivative, with its tangent, buf.second.
   template <int NV>
-  static void products(const FaParams& p, const Rows& rows, const Keys& keys, const Block& block,
+  static void products(const Params& p, const Rows& rows, const Keys& keys, const Block& block,
                        Normaliser<R> normaliser, const Buffers& buf) {
     using T = Tile<R, NV>;
     using Dots = DotProducts<Mul, NV>;
@@ -120,7 +120,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
   // Calls f(place in a tile, Moved) for each vector. All are 0 where P is 0: at hidden scores, and
   // in lanes without a row, the other numbers may be NaN or infinite.
   template <int NV, class F>
-  static FA_INLINE void each_score(const FaParams& p, const Workspace& w, int64_t at, int64_t keys,
+  static FA_INLINE void each_score(const Params& p, const Workspace& w, int64_t at, int64_t keys,
                                    const Buffers& buf, F f) {
     using T = Tile<R, NV>;
     V delta[NV], delta_t[NV], lse_t[NV];
@@ -146,7 +146,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
 
   // buf.ds = dS_t.
   template <int NV>
-  static void scores(const FaParams& p, const Rows& rows, const Keys& keys, const Block& block,
+  static void scores(const Params& p, const Rows& rows, const Keys& keys, const Block& block,
                      const Workspace& w, int64_t at, const Buffers& buf) {
     products<NV>(p, rows, keys, block, w.normaliser.from(at), buf);
     each_score<NV>(p, w, at, keys.count, buf,

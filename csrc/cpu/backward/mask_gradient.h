@@ -16,7 +16,7 @@ struct MaskGradient {
   static constexpr int64_t kLanesKept = G::kRows;
 
   // True if every element of dS is an element of the mask's gradient.
-  static bool is_ds(const FaParams& p) {
+  static bool is_ds(const Params& p) {
     const int64_t sizes[4] = {p.B, p.H, p.M, p.N};
     for (int dim = 0; dim < 4; ++dim)
       if (sizes[dim] != 1 && p.dmask.stride[dim] == 0) return false;  // size 0: empty sums
@@ -24,7 +24,7 @@ struct MaskGradient {
   }
   // Writes 0 where no tile does: left and right of the keys that these rows see, in all and, with a
   // mask, of each block.
-  static void clear_unseen(const FaParams& p, const Rows& rows, const R* lse) {
+  static void clear_unseen(const Params& p, const Rows& rows, const R* lse) {
     const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
     const Plane to = plane(p.dmask, rows.b, rows.h);
     const auto clear = [&](int64_t l, int64_t j, int64_t end) {
@@ -45,7 +45,7 @@ struct MaskGradient {
       }
     }
   }
-  static void write_ds(const FaParams& p, const Rows& rows, const Keys& keys, int64_t lanes,
+  static void write_ds(const Params& p, const Rows& rows, const Keys& keys, int64_t lanes,
                        const R* ds) {
     R one[kLanesKept];
     std::fill(one, one + kLanesKept, R(1));
@@ -54,15 +54,15 @@ struct MaskGradient {
   }
 
   // A dimension of stride 0 is summed over: it has one part instead of `whole`.
-  static int64_t parts(const FaParams& p, int dim, int64_t whole) {
+  static int64_t parts(const Params& p, int dim, int64_t whole) {
     return p.dmask.stride[dim] == 0 ? 1 : whole;
   }
-  static int64_t tasks(const FaParams& p) {
+  static int64_t tasks(const Params& p) {
     return parts(p, 0, p.B) * parts(p, 1, p.H) * parts(p, 2, G::tiles(p)) *
            parts(p, 3, G::chunks(p));
   }
 
-  static void run(const FaParams& p, int64_t task, char* scratch) {
+  static void run(const Params& p, int64_t task, char* scratch) {
     [[maybe_unused]] const typename Mul::Registers registers;
     Buffers buf;
     G::carve(p, scratch, buf);
@@ -87,7 +87,7 @@ struct MaskGradient {
   }
 
   // buf.sum[key - within.lo][lane] += dS, or buf.sum[0][lane] when keys are summed over.
-  static void add(const FaParams& p, const Rows& rows, int64_t t, KeyRange within, bool sum_keys,
+  static void add(const Params& p, const Rows& rows, int64_t t, KeyRange within, bool sum_keys,
                   const Buffers& buf) {
     const auto w = G::workspace(p);
     const int64_t at = G::tile_index(p, rows.b, rows.h, t) * G::kRows;
@@ -110,7 +110,7 @@ struct MaskGradient {
     });
   }
 
-  static void write(const FaParams& p, int64_t item, int64_t head, int64_t tile, KeyRange within,
+  static void write(const Params& p, int64_t item, int64_t head, int64_t tile, KeyRange within,
                     const Buffers& buf) {
     const Plane to = plane(p.dmask, item, head);
     const int64_t count = to.step == 0 ? 1 : within.hi - within.lo;

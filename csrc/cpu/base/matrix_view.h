@@ -1,6 +1,7 @@
 // Addresses of the rows of one batch item and head. Rows of keys and values may be in pages, and in
 // eight bits with a scale each. Reading a row converts it to a type that kernels compute with.
 #pragma once
+#include "plan.h"
 #include "quantised.h"
 
 namespace fa {
@@ -99,15 +100,15 @@ FA_INLINE Plane plane(const FaTensor& t, int64_t b, int64_t h) {
   return {t.data, t.dtype, b * t.stride[0] + h * t.stride[1], t.stride[2], t.stride[3]};
 }
 // For k or v. A call with pages has one item: packed_batch.h.
-FA_INLINE KeyPlane key_plane(const FaParams& p, const FaTensor& t, const FaTensor& scale, int64_t b,
+FA_INLINE KeyPlane key_plane(const Params& p, const FaTensor& t, const FaTensor& scale, int64_t b,
                              int64_t hk) {
   return {plane(t, b, hk),     p.pages,         p.page,   t.stride[0], p.N,
           plane(scale, b, hk), scale.stride[0], p.q.dtype};
 }
-FA_INLINE KeyPlane keys_of(const FaParams& p, int64_t b, int64_t hk) {
+FA_INLINE KeyPlane keys_of(const Params& p, int64_t b, int64_t hk) {
   return key_plane(p, p.k, p.k_scale, b, hk);
 }
-FA_INLINE KeyPlane values_of(const FaParams& p, int64_t b, int64_t hk) {
+FA_INLINE KeyPlane values_of(const Params& p, int64_t b, int64_t hk) {
   return key_plane(p, p.v, p.v_scale, b, hk);
 }
 

@@ -9,13 +9,18 @@
 
 namespace fa {
 
+// The arguments of a call as the CPU's kernels read them.
+struct Params : FaParams {
+  FaScoreMod mod;
+};
+
 struct Phase {
   int64_t tasks;
   size_t scratch;  // bytes each thread needs
-  void (*run)(const FaParams& p, int64_t task, char* scratch);
+  void (*run)(const Params& p, int64_t task, char* scratch);
 };
 
-constexpr int kPhases = 8;
+constexpr int kPhases = 10;
 
 struct Plan {
   Phase phases[kPhases];
@@ -36,6 +41,6 @@ struct Plan {
 // Flag of FA_SECOND: forward rounded its scores differently from these kernels.
 constexpr int64_t kOtherScores = 64;
 
-using MakePlan = Plan (*)(const FaParams& p, int64_t pass);
+using MakePlan = Plan (*)(const Params& p, int64_t pass);
 
 }  // namespace fa

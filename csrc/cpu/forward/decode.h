@@ -25,15 +25,15 @@ struct Decode {
 
   // Independent of the number of threads: the order of every sum must not depend on it.
   static constexpr int64_t kChunkKeys = 4 * kTileKeys;
-  static int64_t chunks(const FaParams& p) {
+  static int64_t chunks(const Params& p) {
     return std::max<int64_t>(1, (p.N + kChunkKeys - 1) / kChunkKeys);
   }
   // True if this key is inside a chunk, not at its end. What follows the end is another task's.
   static bool goes_on(int64_t key) { return key % kChunkKeys; }
-  static int64_t group(const FaParams& p) { return p.H / std::max<int64_t>(p.Hk, 1); }
+  static int64_t group(const Params& p) { return p.H / std::max<int64_t>(p.Hk, 1); }
 
   // How many heads are lanes of one tile: all, if their scores differ by q alone.
-  static int64_t heads_per_tile(const FaParams& p) {
+  static int64_t heads_per_tile(const Params& p) {
     return p.M == 1 && heads_alike(p) ? std::clamp<int64_t>(group(p), 1, W) : 1;
   }
 
@@ -45,7 +45,7 @@ struct Decode {
   };
   // Calls f(tile, lanes) for every tile of the query heads that share key head hk.
   template <class F>
-  static void each_tile(const FaParams& p, int64_t b, int64_t hk, F f) {
+  static void each_tile(const Params& p, int64_t b, int64_t hk, F f) {
     const int64_t most = heads_per_tile(p), end = (hk + 1) * group(p);
     int64_t t = 0;
     for (int64_t h = hk * group(p); h < end; h += most)
@@ -54,7 +54,7 @@ struct Decode {
         f(t++, Lanes{{b, h, i, rows}, heads, heads > 1 ? heads : rows});
       }
   }
-  static int64_t tiles(const FaParams& p) {
+  static int64_t tiles(const Params& p) {
     return (group(p) + heads_per_tile(p) - 1) / heads_per_tile(p) * ((p.M + W - 1) / W);
   }
 
@@ -65,7 +65,7 @@ struct Decode {
     E *k, *v, *p;
     ScoreScratch<R> score;
   };
-  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+  static size_t carve(const Params& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t rows = tiles(p) * W, keys = kTileKeys, d = Few::padded(p.D);
     b.q = take.array<E>(rows * d);
@@ -77,7 +77,7 @@ struct Decode {
     b.k = take.array<E>(keys * d);
     b.v = take.array<E>(Sum::staged(keys, p.Dv));
     b.p = take.array<E>(pair == 1 ? 0 : keys / pair * W);
-    b.score = {take.array<R>(p.mask.data ? keys * W : 0)};
+    b.score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * W : 0);
     return take.used;
   }
 
@@ -86,7 +86,7 @@ struct Decode {
     R *out, *m, *l;  // [chunks][B H M][columns(Dv)], [chunks][B H M]
     size_t bytes;
   };
-  static Parts parts(const FaParams& p) {
+  static Parts parts(const Params& p) {
     Scratch take{static_cast<char*>(p.workspace)};
     const int64_t rows = chunks(p) * p.B * p.H * p.M;
     Parts parts;
@@ -96,11 +96,11 @@ struct Decode {
     parts.bytes = take.used;
     return parts;
   }
-  static int64_t part(const FaParams& p, int64_t chunk, int64_t b, int64_t h, int64_t i) {
+  static int64_t part(const Params& p, int64_t chunk, int64_t b, int64_t h, int64_t i) {
     return ((chunk * p.B + b) * p.H + h) * p.M + i;
   }
 
-  static void begin(const FaParams& p, const Lanes& lanes, int64_t t, const Buffers& buf) {
+  static void begin(const Params& p, const Lanes& lanes, int64_t t, const Buffers& buf) {
     const int64_t d = Few::padded(p.D), dv = Sum::columns(p.Dv);
     for (int64_t l = 0; l < lanes.count; ++l)
       Few::stage(plane(p.q, lanes.rows.b, lanes.head(l)), lanes.row(l), 1, p.D,
@@ -124,7 +124,7 @@ struct Decode {
     }
   };
 
-  static void attend(const FaParams& p, const Lanes& lanes, int64_t t, const Keys& keys,
+  static void attend(const Params& p, const Lanes& lanes, int64_t t, const Keys& keys,
                      const Staged& k, const Staged& v, const Buffers& buf) {
     const int64_t dv = Sum::columns(p.Dv), hk = key_head(p, lanes.rows.h);
     const E* q = buf.q + t * W * Few::padded(p.D);
@@ -153,14 +153,14 @@ struct Decode {
       Sum::add(probabilities, j, v.of[j / W], n, lanes.count, p.Dv, out, later);
     }
   }
-  static void score(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
+  static void score(const Params& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
     transpose(buf.s, kTileKeys, lanes.count, keys.count, buf.turned, W);
     T::score(p, lanes.rows, keys, buf.turned, nullptr, buf.score);
     Few::turn_back(buf.turned, keys.count, lanes.count,
                    [&](int64_t at, Vec<R> score) { store(buf.s + at, score); });
   }
   // Dropout of a tile of ones gives the factors of P.
-  static void dropout(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
+  static void dropout(const Params& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
     std::fill(buf.turned, buf.turned + keys.count * W, R(1));
     T::dropout(p, lanes.rows, keys, buf.turned, nullptr);
     Few::turn_back(buf.turned, keys.count, lanes.count, [&](int64_t at, Vec<R> factor) {
@@ -170,7 +170,7 @@ struct Decode {
 
   // Calls f(keys) for each block of a chunk that some row of item b sees.
   template <class F>
-  static FA_INLINE void each_block(const FaParams& p, int64_t b, int64_t chunk, F f) {
+  static FA_INLINE void each_block(const Params& p, int64_t b, int64_t chunk, F f) {
     const KeyRange seen = key_range(p, b, 0, p.M);
     const int64_t end = std::min((chunk + 1) * kChunkKeys, seen.hi);
     for (int64_t J0 = chunk * kChunkKeys; J0 < end; J0 += kTileKeys) {
@@ -181,7 +181,7 @@ struct Decode {
   }
 
   // One chunk of keys against every row that sees them.
-  static void run_chunk(const FaParams& p, int64_t task, char* scratch) {
+  static void run_chunk(const Params& p, int64_t task, char* scratch) {
     Buffers buf;
     carve(p, scratch, buf);
     const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
@@ -191,7 +191,7 @@ struct Decode {
       std::optional<Staged> k, v;  // set once a tile sees them
       each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
         const Keys visible{keys.j0, keys.count, classes_in(p, lanes.rows, keys)};
-        if (hidden(visible.classes)) return;
+        if (hidden(visible.classes) || hidden_by_mod(p, lanes.rows, keys)) return;
         if (!k) {
           k.emplace(key, keys, buf.k, Few::padded(p.D), [&](int64_t j, int64_t n, E* to) {
             return Op::along(key, keys.j0 + j, n, p.D, to);
@@ -215,13 +215,13 @@ struct Decode {
     });
   }
 
-  static size_t carve_sum(const FaParams& p, char* base, R*& sum) {
+  static size_t carve_sum(const Params& p, char* base, R*& sum) {
     Scratch take{base};
     sum = take.array<R>(Sum::columns(p.Dv));
     return take.used;
   }
   // Merges the parts of one head's rows; a sink is one more part, without a value.
-  static void merge(const FaParams& p, int64_t task, char* scratch) {
+  static void merge(const Params& p, int64_t task, char* scratch) {
     R* sum;
     carve_sum(p, scratch, sum);
     const int64_t b = task / p.H, h = task % p.H, dv = Sum::columns(p.Dv);
@@ -248,11 +248,11 @@ struct Decode {
     }
   }
 
-  static Plan plan(const FaParams& p) {
+  static Plan plan(const Params& p) {
     Buffers unused;
     return plan(p, carve(p, nullptr, unused), run_chunk);
   }
-  static Plan plan(const FaParams& p, size_t scratch, decltype(Phase::run) of_chunk) {
+  static Plan plan(const Params& p, size_t scratch, decltype(Phase::run) of_chunk) {
     Plan plan;
     R* sum;
     plan.workspace = parts(p).bytes;

@@ -21,7 +21,7 @@ struct FewRows {
   // Measured: as long as lanes of rows would be half empty, lanes of columns are faster, except for
   // a few rows on so few keys that there is next to nothing to read. (All passes of a call get the
   // same answer, with values or without.)
-  static bool suit(const FaParams& p) {
+  static bool suit(const Params& p) {
     return !p.row_invariant && p.M <= W / 2 && (p.M == 1 || p.N * p.D > 128 * p.M);
   }
 

@@ -21,21 +21,19 @@ struct Forward {
   // result does not depend on the other rows of its task. Measured: 4 beats 2 and 1 by 3 to 20%,
   // the more the larger D.
   static constexpr int64_t kMostTiles = 4;
-  static int64_t tiles_per_task(const FaParams& p) {
+  static int64_t tiles_per_task(const Params& p) {
     const int64_t tiles = (p.M + kTileRows<R> - 1) / kTileRows<R>;
     return std::clamp<int64_t>(p.B * p.H * tiles / (4 * p.threads), 1, kMostTiles);
   }
-  static int64_t rows_per_task(const FaParams& p) { return tiles_per_task(p) * kTileRows<R>; }
-  static int64_t blocks(const FaParams& p) {
-    return (p.M + rows_per_task(p) - 1) / rows_per_task(p);
-  }
+  static int64_t rows_per_task(const Params& p) { return tiles_per_task(p) * kTileRows<R>; }
+  static int64_t blocks(const Params& p) { return (p.M + rows_per_task(p) - 1) / rows_per_task(p); }
   // Heads of one task: more than one if the rows of a head do not fill the tiles of a task.
-  static int64_t heads_per_task(const FaParams& p) {
+  static int64_t heads_per_task(const Params& p) {
     const int64_t tiles = std::max<int64_t>(1, (p.M + kTileRows<R> - 1) / kTileRows<R>);
     return std::clamp<int64_t>(tiles_per_task(p) / tiles, 1, std::max<int64_t>(1, group(p)));
   }
-  static int64_t group(const FaParams& p) { return p.Hk ? p.H / p.Hk : 0; }
-  static int64_t shares(const FaParams& p) {  // parts of a key head's query heads
+  static int64_t group(const Params& p) { return p.Hk ? p.H / p.Hk : 0; }
+  static int64_t shares(const Params& p) {  // parts of a key head's query heads
     return (group(p) + heads_per_task(p) - 1) / heads_per_task(p);
   }
 
@@ -50,7 +48,7 @@ struct Forward {
     E *k, *v, *p, *rows;
     ScoreScratch<R> score;
   };
-  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+  static size_t carve(const Params& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t lanes = std::min(kTileRows<R>, round_up(std::max<int64_t>(p.M, 1), kLanes<R>));
     const int64_t keys = std::min(kTileKeys, round_up(std::max<int64_t>(p.N, 1), 4));
@@ -63,12 +61,12 @@ struct Forward {
     b.v = take.array<E>(keys / pair * round_up(p.Dv, kLanes<E>));
     b.p = take.array<E>(pair == 1 ? 0 : keys / pair * lanes);
     b.rows = take.array<E>(kLanes<E> * p.D);
-    b.score = {take.array<R>(p.mask.data ? keys * kLanes<R> : 0)};
+    b.score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * kLanes<R> : 0);
     return take.used;
   }
 
   template <int NV>
-  static void begin(const FaParams& p, const Rows& rows, const State& st, E* rows_buf) {
+  static void begin(const Params& p, const Rows& rows, const State& st, E* rows_buf) {
     constexpr int lanes = NV * kLanes<R>;
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, lanes, st.q, rows_buf);
     std::fill(st.out, st.out + p.Dv * lanes, R(0));
@@ -83,7 +81,7 @@ struct Forward {
   // go in steps, between which V, and K of the next block, are prefetched. The position of these
   // loops in a line of code decides a sixth of the time, measured: it is fixed for every build.
   template <int NV, bool ahead = false>
-  [[gnu::aligned(64)]] static void attend(const FaParams& p, const Rows& rows, const Keys& keys,
+  [[gnu::aligned(64)]] static void attend(const Params& p, const Rows& rows, const Keys& keys,
                                           int64_t J0, Broadcast<E> k, Broadcast<E> v,
                                           const State& st, const Buffers& buf) {
     using T = Tile<R, NV>;
@@ -115,7 +113,7 @@ struct Forward {
   }
 
   template <int NV>
-  static void finish(const FaParams& p, const Rows& rows, const State& st) {
+  static void finish(const Params& p, const Rows& rows, const State& st) {
     constexpr int lanes = NV * kLanes<R>;
     for (int64_t i = 0; i < rows.count; ++i) {
       const R l = st.l[i];
@@ -130,8 +128,8 @@ struct Forward {
   // Tiles with rows in [begin_row, end_row) against all keys: `each_tile` calls its argument with
   // the number of vectors, rows and state of each.
   template <class EachTile>
-  static void over_keys(const FaParams& p, int64_t b, int64_t hk, int64_t begin_row,
-                        int64_t end_row, const Buffers& buf, EachTile each_tile) {
+  static void over_keys(const Params& p, int64_t b, int64_t hk, int64_t begin_row, int64_t end_row,
+                        const Buffers& buf, EachTile each_tile) {
     const KeyRange seen = key_range(p, b, begin_row, end_row);
     // Few rows wait for memory. Measured: prefetching makes float32 up to 1.6 times as fast; where
     // keys are converted on the way, or with more rows, it costs as much as it gains.
@@ -174,7 +172,7 @@ struct Forward {
     });
   }
 
-  static void run(const FaParams& p, int64_t task, char* scratch) {
+  static void run(const Params& p, int64_t task, char* scratch) {
     Buffers buf;
     carve(p, scratch, buf);
     const int64_t each = p.Hk * shares(p), all = p.B * each, at = task % all;
@@ -195,7 +193,7 @@ struct Forward {
     over_keys(p, b, hk, begin_row, end_row, buf, each_tile);
   }
 
-  static Plan plan(const FaParams& p) {
+  static Plan plan(const Params& p) {
     Plan plan;
     Buffers unused;
     plan.workspace = MaskClasses::bytes(p);

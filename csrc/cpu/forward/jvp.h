@@ -20,14 +20,14 @@ namespace fa {
 namespace FA_ISA {
 
 // True if scores have tangents; and if scores or sinks have, and so the normaliser.
-FA_INLINE bool scores_move(const FaParams& p) { return p.q_t.data || p.k_t.data || p.mask_t.data; }
-FA_INLINE bool lse_moves(const FaParams& p) { return scores_move(p) || p.sinks_t.data; }
+FA_INLINE bool scores_move(const Params& p) { return p.q_t.data || p.k_t.data || p.mask_t.data; }
+FA_INLINE bool lse_moves(const Params& p) { return scores_move(p) || p.sinks_t.data; }
 
 // The tangents of keys and values, in the layout of those.
-FA_INLINE KeyPlane key_tangents_of(const FaParams& p, int64_t b, int64_t hk) {
+FA_INLINE KeyPlane key_tangents_of(const Params& p, int64_t b, int64_t hk) {
   return key_plane(p, p.k_t, {}, b, hk);
 }
-FA_INLINE KeyPlane value_tangents_of(const FaParams& p, int64_t b, int64_t hk) {
+FA_INLINE KeyPlane value_tangents_of(const Params& p, int64_t b, int64_t hk) {
   return key_plane(p, p.v_t, {}, b, hk);
 }
 
@@ -59,7 +59,7 @@ struct Jvp {
     R *k, *v, *k_t, *v_t, *rows;
     ScoreScratch<R> score;
   };
-  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+  static size_t carve(const Params& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t lanes = std::min(kTileRows<R>, round_up(std::max<int64_t>(p.M, 1), kLanes<R>));
     const int64_t keys = std::min(kTileKeys, round_up(std::max<int64_t>(p.N, 1), 4));
@@ -80,18 +80,18 @@ struct Jvp {
     b.k_t = array(p.k_t.data, keys * p.D);
     b.v_t = array(p.v_t.data, keys * wide);
     b.rows = take.array<R>(kLanes<R> * std::max(p.D, p.Dv));
-    b.score = {take.array<R>(p.mask.data ? keys * kLanes<R> : 0)};
+    b.score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * kLanes<R> : 0);
     return take.used;
   }
 
   // True if this pass computes out.
   template <bool kForward>
-  static bool makes_out(const FaParams& p) {
+  static bool makes_out(const Params& p) {
     return kForward && p.out.data;
   }
 
   template <int NV>
-  static void begin(const FaParams& p, const Rows& rows, const Buffers& buf) {
+  static void begin(const Params& p, const Rows& rows, const Buffers& buf) {
     constexpr int lanes = NV * kLanes<R>;
     const auto turn = [&](const FaTensor& x, R* to) {
       Op::transposed(plane(x, rows.b, rows.h), rows.i0, rows.count, 0, p.D, lanes, to, buf.rows);
@@ -110,7 +110,7 @@ struct Jvp {
   }
 
   template <int NV, bool kForward>
-  static void attend(const FaParams& p, const Rows& rows, const Keys& keys, const Buffers& buf) {
+  static void attend(const Params& p, const Rows& rows, const Keys& keys, const Buffers& buf) {
     using T = Tile<R, NV>;
     const int64_t hk = key_head(p, rows.h), n = keys.count;
     const auto along = [&](const KeyPlane& x, R* to) { return Op::along(x, keys.j0, n, p.D, to); };
@@ -169,7 +169,7 @@ struct Jvp {
   }
 
   template <int NV, bool kForward>
-  static void finish(const FaParams& p, const Rows& rows, const Buffers& buf) {
+  static void finish(const Params& p, const Rows& rows, const Buffers& buf) {
     using T = Tile<R, NV>;
     using V = Vec<R>;
     for (int64_t i = 0; i < rows.count; ++i)
@@ -206,7 +206,7 @@ struct Jvp {
 
   // A task is a tile of rows against all keys. kForward: it computes out and the normaliser, too.
   template <bool kForward>
-  static void run(const FaParams& p, int64_t task, char* scratch) {
+  static void run(const Params& p, int64_t task, char* scratch) {
     Buffers buf;
     carve(p, scratch, buf);
     const int64_t bh = task % (p.B * p.H), t = tiles(p) - 1 - task / (p.B * p.H);
@@ -226,15 +226,15 @@ struct Jvp {
       finish<NV, kForward>(p, rows, buf);
     });
   }
-  static int64_t tiles(const FaParams& p) { return (p.M + kTileRows<R> - 1) / kTileRows<R>; }
+  static int64_t tiles(const Params& p) { return (p.M + kTileRows<R> - 1) / kTileRows<R>; }
 
   template <bool kForward>
-  static Phase phase(const FaParams& p) {
+  static Phase phase(const Params& p) {
     Buffers unused;
     return {p.B * p.H * tiles(p), carve(p, nullptr, unused), run<kForward>};
   }
   template <bool kForward>
-  static Plan plan(const FaParams& p) {
+  static Plan plan(const Params& p) {
     Plan plan;
     plan.workspace = MaskClasses::bytes(p);
     MaskClasses::add(p, plan);

@@ -23,7 +23,7 @@ struct Weights {
     uint8_t* k_unfit;  // which keys have no planes
     VectorScratch vectors;
   };
-  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+  static size_t carve(const Params& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t lanes = G::kPart, tile = kTileKeys * lanes, d = G::padded(p.D);
     b.q = take.array<E>(d / Mul::pair * lanes);
@@ -33,7 +33,7 @@ struct Weights {
     b.sum = take.array<R>(tile);
     b.normaliser = {take.array<R>(lanes), take.array<R>(lanes)};
     b.factor = take.array<R>(lanes);
-    b.score = {take.array<R>(p.mask.data ? kTileKeys * kLanes<R> : 0)};
+    b.score = ScoreScratch<R>::of(take, p, p.mask.data ? kTileKeys * kLanes<R> : 0);
     b.few_q = take.array<E>(G::few(p) ? p.M * d : 0);
     b.few_s = take.array<R>(G::few(p) ? kTileKeys * kLanes<R> : 0);
     if constexpr (G::kPlanes) {
@@ -44,7 +44,7 @@ struct Weights {
   }
 
   // One tile of rows of one head, or of all heads, against every key.
-  static void run(const FaParams& p, int64_t task, char* scratch) {
+  static void run(const Params& p, int64_t task, char* scratch) {
     [[maybe_unused]] const typename Mul::Registers registers;
     Buffers buf;
     carve(p, scratch, buf);
@@ -68,7 +68,7 @@ struct Weights {
   }
 
   template <int NV>
-  static void add(const FaParams& p, const Rows& rows, int64_t J0, const Buffers& buf) {
+  static void add(const Params& p, const Rows& rows, int64_t J0, const Buffers& buf) {
     using T = Tile<R, NV>;
     read_normaliser(p, rows, T::lanes, buf.normaliser);
     const Keys keys = G::seen_keys(p, rows, J0, buf.normaliser.lse);
@@ -84,7 +84,7 @@ struct Weights {
 
   // buf.s = scale q k
   template <int NV>
-  static void products(const FaParams& p, const Rows& rows, const Keys& keys, const Plane& q,
+  static void products(const Params& p, const Rows& rows, const Keys& keys, const Plane& q,
                        const Plane& k, const Buffers& buf) {
     constexpr int64_t lanes = Tile<R, NV>::lanes;
     Broadcast<E> staged;
@@ -111,7 +111,7 @@ struct Weights {
                                 buf.vectors, buf.s);
   }
 
-  static Plan plan(const FaParams& p) {
+  static Plan plan(const Params& p) {
     Plan plan;
     Buffers unused;
     plan.workspace = MaskClasses::bytes(p);

@@ -36,19 +36,19 @@ struct MaskClasses {
   // For a few rows, tiles are scanned one by one (`scan`): an extra phase would cost more. Below
   // 2^13 scores there is too little to skip: measured, with 96 to 127 rows and keys a causal mask
   // gains a sixth, one that hides nothing 5 to 10%; a random mask for each head loses 4%.
-  static bool suit(const FaParams& p) {
+  static bool suit(const Params& p) {
     return p.mask.data && p.M > kFewRows && p.M * p.N >= 1 << 13;
   }
-  static MaskClasses of(const FaParams& p) {
+  static MaskClasses of(const Params& p) {
     const int64_t heads = p.mask.stride[1] == 0 ? 1 : p.H;
     return {static_cast<uint8_t*>(p.workspace), p.mask.stride[0] == 0 ? 0 : heads,
             p.mask.stride[1] == 0 ? 0 : 1, p.mask.stride[2] == 0 ? 1 : (p.M + kRows - 1) / kRows,
             (p.N + kKeys - 1) / kKeys};
   }
-  static int64_t planes(const FaParams& p) {
+  static int64_t planes(const Params& p) {
     return (p.mask.stride[0] == 0 ? 1 : p.B) * (p.mask.stride[1] == 0 ? 1 : p.H);
   }
-  static int64_t bytes(const FaParams& p) {
+  static int64_t bytes(const Params& p) {
     const MaskClasses all = of(p);
     return suit(p) ? planes(p) * all.stripes * all.keys : 0;
   }
@@ -128,10 +128,10 @@ struct MaskClasses {
           to[j / kKeys] |= classes_in<Of>(a.data, a.at(i, j), a.step, std::min(kKeys, N - j));
   }
   // As many stripes as make it worthwhile to wake a thread.
-  static int64_t stripes_per_task(const FaParams& p) {
+  static int64_t stripes_per_task(const Params& p) {
     return std::max<int64_t>(1, (1 << 16) / (kRows * std::max<int64_t>(p.N, 1)));
   }
-  static void run(const FaParams& p, int64_t task, char*) {
+  static void run(const Params& p, int64_t task, char*) {
     const MaskClasses all = of(p);
     const int64_t n = planes(p) * all.stripes, each = stripes_per_task(p);
     for (int64_t at = task * each; at < std::min(n, (task + 1) * each); ++at) {
@@ -146,12 +146,12 @@ struct MaskClasses {
   }
 
   // Adds the first phase of a pass; its bytes are the first of the workspace.
-  static void add(const FaParams& p, Plan& plan) {
+  static void add(const Params& p, Plan& plan) {
     if (!suit(p)) return;
     const int64_t n = planes(p) * of(p).stripes, each = stripes_per_task(p);
     plan.add({(n + each - 1) / each, 0, run});
   }
-  static Scratch workspace_behind(const FaParams& p) {
+  static Scratch workspace_behind(const Params& p) {
     Scratch take{static_cast<char*>(p.workspace)};
     take.array<uint8_t>(bytes(p));
     return take;

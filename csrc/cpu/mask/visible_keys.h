@@ -26,7 +26,7 @@ struct Keys {
 // The keys of [J0, J0 + width) that the band and the lengths leave visible to some of these rows.
 // The first is rounded down to a multiple of `first`, so up to first - 1 hidden keys come before.
 template <class Mul>
-FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
+FA_INLINE Keys visible_keys(const Params& p, const Rows& rows, int64_t J0,
                             int64_t width = kTileKeys, int64_t first = Sizes<Mul>::first_key) {
   const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
   if (seen.empty()) return {J0, 0};
@@ -37,7 +37,7 @@ FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
 // The classes of the mask's numbers for these rows and keys, as one set. If the mask was not
 // classified, it is scanned if there are few rows (or one row for all queries, padding); else the
 // result is kOther.
-FA_INLINE uint8_t classes_in(const FaParams& p, const Rows& rows, const Keys& keys) {
+FA_INLINE uint8_t classes_in(const Params& p, const Rows& rows, const Keys& keys) {
   if (!p.mask.data) return kVisible;
   if (keys.classes) return keys.classes;
   if (MaskClasses::suit(p))
@@ -45,6 +45,32 @@ FA_INLINE uint8_t classes_in(const FaParams& p, const Rows& rows, const Keys& ke
   const Plane a = plane(p.mask, rows.b, rows.h);
   if (p.M > MaskClasses::kFewRows && a.row != 0) return kOther;
   return MaskClasses::scan(a, rows.i0, rows.end(), keys.j0, keys.end());
+}
+// The class of these rows and keys, neither of them empty, in the blocks of a mask_mod.
+inline int64_t block_class(const Params& p, const Rows& rows, int64_t j0, int64_t j1) {
+  const Plane of = plane(p.mod.classes, rows.b, rows.h);
+  bool none = true, all = true;
+  for (int64_t stripe = rows.i0 / 32; stripe <= (rows.end() - 1) / 32; ++stripe)
+    for (int64_t x = j0 / 64; x <= (j1 - 1) / 64; ++x) {
+      const int8_t found = static_cast<const int8_t*>(of.data)[of.at(stripe, x)];
+      none &= found == FA_NO_PAIR;
+      all &= found == FA_ALL_PAIRS;
+    }
+  return none ? FA_NO_PAIR : all ? FA_ALL_PAIRS : FA_SOME_PAIRS;
+}
+// True if the mask_mod hides all of these keys from all of these rows.
+FA_INLINE bool hidden_by_mod(const Params& p, const Rows& rows, const Keys& keys) {
+  return p.mod.classes.data && block_class(p, rows, keys.j0, keys.end()) == FA_NO_PAIR;
+}
+// `keys`, without the keys at both ends that the mask_mod hides from all of these rows.
+inline Keys shown_keys(const Params& p, const Rows& rows, const Keys& keys) {
+  if (!p.mod.classes.data || keys.count <= 0) return keys;
+  if (p.M <= MaskClasses::kFewRows)  // kernels for few rows take all of a block or nothing
+    return {keys.j0, hidden_by_mod(p, rows, keys) ? 0 : keys.count, keys.classes};
+  int64_t lo = keys.j0, hi = keys.end();
+  while (lo < hi && hidden_by_mod(p, rows, {lo, 1})) lo = (lo / 64 + 1) * 64;
+  while (lo < hi && hidden_by_mod(p, rows, {hi - 1, 1})) hi = (hi - 1) / 64 * 64;
+  return lo < hi ? Keys{lo, hi - lo, keys.classes} : Keys{keys.j0, 0};
 }
 FA_INLINE bool hidden(uint8_t classes, uint8_t hiding = kHidden) { return !(classes & ~hiding); }
 
@@ -57,10 +83,11 @@ FA_INLINE uint8_t hiding_classes(const R* scores, int64_t rows) {
     if (!(scores[i] > R(-0x1p126))) return kHidden;
   return kHidden | kLeast;
 }
-// `keys`, without the keys at both ends that a mask hides from all of these rows. `hiding`: the
-// classes that hide a key.
-FA_INLINE Keys unmasked_keys(const FaParams& p, const Rows& rows, const Keys& keys,
+// `all_keys`, without the keys at both ends that a mask or a mask_mod hides from all of these rows.
+// `hiding`: the classes that hide a key.
+FA_INLINE Keys unmasked_keys(const Params& p, const Rows& rows, const Keys& all_keys,
                              uint8_t hiding = kHidden) {
+  const Keys keys = shown_keys(p, rows, all_keys);
   if (!p.mask.data || keys.count <= 0) return keys;
   if (!MaskClasses::suit(p)) {
     const uint8_t all = classes_in(p, rows, keys);
@@ -77,8 +104,7 @@ FA_INLINE Keys unmasked_keys(const FaParams& p, const Rows& rows, const Keys& ke
 // True if one of these rows needs its keys of finfo.min: its largest score (`scores`) is not far
 // above finfo.min, and it is not a row that sees nothing because -inf hides all keys.
 template <class R>
-[[gnu::noinline, gnu::cold]] bool needs_least(const FaParams& p, const Rows& rows,
-                                              const R* scores) {
+[[gnu::noinline, gnu::cold]] bool needs_least(const Params& p, const Rows& rows, const R* scores) {
   const Plane a = plane(p.mask, rows.b, rows.h);
   for (int64_t i = 0; i < rows.count; ++i) {
     if (scores[i] > R(-0x1p126)) continue;
@@ -104,7 +130,7 @@ struct UnmaskedKeys {
   uint32_t tiles = ~0u, skipped = 0, not_enough = 0;  // bits of tiles; skipped: keys of finfo.min
   uint8_t hiding = kHidden | kLeast;
   FA_INLINE bool due(int64_t t) const { return tiles >> t & 1; }
-  FA_INLINE bool find(int64_t t, const FaParams& p, const Rows& rows, const Keys& keys) {
+  FA_INLINE bool find(int64_t t, const Params& p, const Rows& rows, const Keys& keys) {
     of[t] = unmasked_keys(p, rows, keys, hiding);
     if (of[t].count != keys.count && hiding != kHidden &&
         of[t].count != unmasked_keys(p, rows, {keys.j0, keys.count, of[t].classes}).count)
@@ -113,7 +139,7 @@ struct UnmaskedKeys {
   }
   // m: the rows' largest scores.
   template <class R>
-  FA_INLINE void check_skipped(int64_t t, const FaParams& p, const Rows& rows, const R* m) {
+  FA_INLINE void check_skipped(int64_t t, const Params& p, const Rows& rows, const R* m) {
     if (skipped >> t & 1 && hiding_classes(m, rows.count) == kHidden && needs_least(p, rows, m))
       not_enough |= uint32_t(1) << t;
   }

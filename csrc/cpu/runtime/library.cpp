@@ -24,8 +24,8 @@ namespace fa {
 
 #define FA_DECLARE(isa)                                                                  \
   namespace isa {                                                                        \
-  Plan make_plan(const FaParams& p, int64_t pass);                                       \
-  bool decodes(const FaParams& p);                                                       \
+  Plan make_plan(const Params& p, int64_t pass);                                         \
+  bool decodes(const Params& p);                                                         \
   double measure_peak(int64_t dtype, double s, double (*)());                            \
   void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n); \
   }
@@ -50,10 +50,10 @@ namespace {
 
 struct Isa {
   const char* name;
-  const char* (*unit)(const FaParams&);  // the set that runs this call; for some it is another
+  const char* (*unit)(const Params&);  // the set that runs this call; for some it is another
   bool (*runs_here)();
   MakePlan make_plan;
-  bool (*decodes)(const FaParams&);  // does Choice's `decoding` run this call?
+  bool (*decodes)(const Params&);  // does Choice's `decoding` run this call?
   double (*measure_peak)(int64_t, double, double (*)());
   void (*vector_function)(int64_t, int64_t, const void*, void*, int64_t);
 };
@@ -77,8 +77,8 @@ bool has_amx() { return has_avx512() && tiles_refused().empty(); }
 #endif
 bool always() { return true; }
 
-#define FA_KERNELS(isa, runs_here)                                                     \
-  #isa, [](const FaParams&) { return #isa; }, runs_here, isa::make_plan, isa::decodes, \
+#define FA_KERNELS(isa, runs_here)                                                   \
+  #isa, [](const Params&) { return #isa; }, runs_here, isa::make_plan, isa::decodes, \
       isa::measure_peak, isa::vector_function
 #if defined(FA_HAS_TILES)
 // Float64 has no planes for tiles, and float32 is taken off tiles on request: these run on the
@@ -88,21 +88,21 @@ std::atomic<bool> float32_on_tiles{true};
 bool on_tiles(int64_t dtype) {
   return dtype == FA_BF16 || dtype == FA_F16 || (dtype == FA_F32 && float32_on_tiles);
 }
-bool on_tiles(const FaParams& p) {
+bool on_tiles(const Params& p) {
   constexpr double most = 0x1p60;
   return on_tiles(p.q.dtype) && (p.q.dtype == FA_BF16 || (-most < p.scale && p.scale < most));
 }
-Plan tiled_plan(const FaParams& p, int64_t pass, MakePlan tiles) {
+Plan tiled_plan(const Params& p, int64_t pass, MakePlan tiles) {
   if (pass == FA_FORWARD_JVP) return tiles(p, FA_FORWARD).then(avx512::make_plan(p, FA_JVP));
   if (pass == FA_SECOND) pass |= kOtherScores;
   return (pass < FA_JVP ? tiles : avx512::make_plan)(p, pass);
 }
 #define FA_TILED_KERNELS(isa, runs_here)                                                       \
-  #isa, [](const FaParams& p) { return on_tiles(p) ? #isa : "avx512"; }, runs_here,            \
-      [](const FaParams& p, int64_t pass) {                                                    \
+  #isa, [](const Params& p) { return on_tiles(p) ? #isa : "avx512"; }, runs_here,              \
+      [](const Params& p, int64_t pass) {                                                      \
         return on_tiles(p) ? tiled_plan(p, pass, isa::make_plan) : avx512::make_plan(p, pass); \
       },                                                                                       \
-      [](const FaParams& p) { return (on_tiles(p) ? isa::decodes : avx512::decodes)(p); },     \
+      [](const Params& p) { return (on_tiles(p) ? isa::decodes : avx512::decodes)(p); },       \
       [](int64_t dtype, double s, double (*now)()) {                                           \
         return (on_tiles(dtype) ? isa::measure_peak : avx512::measure_peak)(dtype, s, now);    \
       },                                                                                       \
@@ -133,8 +133,8 @@ struct Choice {
   const Isa *isa, *decoding;
   std::string why;
 
-  const Isa& of(const FaParams& p) const { return *(isa->decodes(p) ? decoding : isa); }
-  Plan make_plan(const FaParams& p, int64_t pass) const { return of(p).make_plan(p, pass); }
+  const Isa& of(const Params& p) const { return *(isa->decodes(p) ? decoding : isa); }
+  Plan make_plan(const Params& p, int64_t pass) const { return of(p).make_plan(p, pass); }
 };
 
 const Isa* named(const char* name) {
@@ -169,7 +169,7 @@ const Choice& best() {
 Choice selected;
 std::atomic<const Choice*> chosen{&best()};
 
-Plan make_plan(const FaParams& p, int64_t pass) { return chosen.load()->make_plan(p, pass); }
+Plan make_plan(const Params& p, int64_t pass) { return chosen.load()->make_plan(p, pass); }
 
 std::atomic<bool> poisoned{false};
 
@@ -244,7 +244,7 @@ int64_t run_calls(Calls& calls, void* workspace) {
   return FA_OK;
 }
 
-int64_t bad_values(const FaParams& p) {
+int64_t bad_values(const Params& p) {
   if (p.cu_q && !rises(p.cu_q, p.B, p.T, p.M)) return FA_BAD_OFFSET;
   if (p.cu_k && !rises(p.cu_k, p.B, p.S, p.N)) return FA_BAD_OFFSET;
   const int64_t room = p.page ? std::min(p.N, p.blocks * p.page) : all_keys(p);
@@ -271,24 +271,28 @@ const char* fa_abi_fields(void) { return FA_FIELDS; }
 
 int64_t fa_cpu_max_head_dim(void) { return FA_CPU_MAX_HEAD_DIM; }
 
-int64_t fa_cpu_workspace(const FaParams* p, int64_t pass) {
-  if (fa::bad_values(*p) != FA_OK) return 0;
-  const fa::Calls calls(*p, [&](const FaParams& one) { return fa::make_plan(one, pass); });
+int64_t fa_cpu_workspace(const FaCall* call, int64_t pass) {
+  const fa::Params p{call->params, call->mod};
+  if (fa::bad_values(p) != FA_OK) return 0;
+  const fa::Calls calls(p, [&](const fa::Params& one) { return fa::make_plan(one, pass); });
   return static_cast<int64_t>(calls.workspace());
 }
 
 int64_t fa_cpu_run(const FaCall* call, int64_t pass) {
-  const FaParams* const p = &call->params;
   if (const int64_t status = fa::bad_extent(*call, pass)) return status;
-  if (const int64_t status = fa::bad_values(*p)) return status;
+  fa::Params p{call->params, call->mod};
+  if (const int64_t status = fa::bad_values(p)) return status;
+  int64_t outside = 0;
+  p.mod.outside = &outside;
   try {
-    fa::Calls calls(*p, [&](const FaParams& one) { return fa::make_plan(one, pass); });
-    if (p->workspace || !calls.workspace()) return fa::run_calls(calls, p->workspace);
+    fa::Calls calls(p, [&](const fa::Params& one) { return fa::make_plan(one, pass); });
+    const bool given = p.workspace || !calls.workspace();
     static thread_local fa::ScratchMemory memory;
-    void* workspace = memory.get(calls.workspace());
-    const int64_t status = workspace ? fa::run_calls(calls, workspace) : FA_NO_MEMORY;
-    memory.trim();
-    return status;
+    void* workspace = given ? p.workspace : memory.get(calls.workspace());
+    const bool found = given || workspace;
+    const int64_t status = found ? fa::run_calls(calls, workspace) : int64_t{FA_NO_MEMORY};
+    if (!given) memory.trim();
+    return status == FA_OK && outside ? int64_t{FA_BAD_INDEX} : status;
   } catch (const std::bad_alloc&) {  // a batch of very many sequences
     return FA_NO_MEMORY;
   }
@@ -306,7 +310,12 @@ const char* fa_cpu_isas(void) {
 
 const char* fa_cpu_isa(void) { return fa::chosen.load()->isa->name; }
 
-const char* fa_cpu_unit(const FaParams* p) { return fa::chosen.load()->of(*p).unit(*p); }
+const char* fa_cpu_unit(const FaCall* call) {
+  const fa::Params p{call->params, call->mod};
+  return fa::chosen.load()->of(p).unit(p);
+}
+
+const char* fa_cpu_score_mod_ops(void) { return fa::kScoreModOps; }
 
 const char* fa_cpu_why(void) { return fa::chosen.load()->why.c_str(); }
 

@@ -10,6 +10,7 @@
 
 #include "../../common/item_size.h"
 #include "../base/plan.h"
+#include "../score/score_mod_ops.h"
 
 namespace fa {
 
@@ -22,7 +23,7 @@ inline bool rises(const int64_t* cu, int64_t n, int64_t total, int64_t most) {
 }
 
 // True if every page that a length needs exists.
-inline bool pages_exist(const FaParams& p) {
+inline bool pages_exist(const Params& p) {
   for (int64_t b = 0; b < p.B; ++b)
     for (int64_t at = 0; at * p.page < p.lengths[b]; ++at)
       if (p.pages[b * p.blocks + at] < 0 || p.pages[b * p.blocks + at] >= p.P) return false;
@@ -35,10 +36,10 @@ inline FaTensor moved(FaTensor t, int dimension, int64_t by) {
 }
 
 // Sequence b of a packed batch.
-inline FaParams sequence(const FaParams& p, int64_t b) {
-  using Field = FaTensor FaParams::*;
-  using P = FaParams;
-  FaParams one = p;
+inline Params sequence(const Params& p, int64_t b) {
+  using Field = FaTensor Params::*;
+  using P = Params;
+  Params one = p;
   for (Field rows : {&P::q, &P::lse, &P::out, &P::dq, &P::dout, &P::dlse, &P::q_t, &P::out_t,
                      &P::lse_t, &P::dout_t, &P::dlse_t})
     one.*rows = moved(p.*rows, 2, p.cu_q[b]);
@@ -58,13 +59,17 @@ inline FaParams sequence(const FaParams& p, int64_t b) {
   one.B = 1;
   one.M = p.cu_q[b + 1] - p.cu_q[b];
   one.at_item = p.at_item + b;
+  one.mod.classes = moved(p.mod.classes, 0, b);
+  if (p.mod.dfloats)
+    one.mod.dfloats =
+        static_cast<char*>(p.mod.dfloats) + b * captured_floats(p.mod) * item_size(p.lse.dtype);
   return one;
 }
 
 class Calls {
  public:
   template <class MakePlan>
-  Calls(const FaParams& p, MakePlan make_plan) : threads_(p.threads) {
+  Calls(const Params& p, MakePlan make_plan) : threads_(p.threads) {
     if (!p.cu_q) {
       alone_.p = p;
       begin_ = &alone_;
@@ -112,12 +117,12 @@ class Calls {
 
  private:
   struct Call {
-    FaParams p;
+    Params p;
     Plan plan;
     size_t workspace;        // offset of its workspace
     int64_t first[kPhases];  // index of its first task among all
   };
-  static std::vector<int64_t> by_length(const FaParams& p) {
+  static std::vector<int64_t> by_length(const Params& p) {
     std::vector<int64_t> order(p.B);
     std::iota(order.begin(), order.end(), 0);
     const auto scores = [&](int64_t b) {
@@ -128,7 +133,7 @@ class Calls {
                      [&](int64_t x, int64_t y) { return scores(x) > scores(y); });
     return order;
   }
-  static double work_of(const FaParams& p) {
+  static double work_of(const Params& p) {
     return 1 + double(p.B) * p.H * p.M * p.N * (p.D + p.Dv);
   }
   Call* begin() { return begin_; }

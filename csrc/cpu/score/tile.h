@@ -10,19 +10,21 @@
 #pragma once
 #include "../../common/philox.h"
 #include "../base/operand_packing.h"
-#include "../mask/visible_keys.h"
+#include "score_mod.h"
 
 namespace fa {
 namespace FA_ISA {
 
 // True if the score of a row depends on a product and its key alone, not on the head.
-FA_INLINE bool heads_alike(const FaParams& p) {
-  return !p.slopes.data && p.dropout_p == 0 &&
+FA_INLINE bool heads_alike(const Params& p) {
+  return !p.mod.code && !p.slopes.data && p.dropout_p == 0 &&
          (!p.mask.data || (p.mask.stride[1] == 0 && p.mask.stride[2] == 0));
 }
 
 // True if the derivative of a score by its scaled product may differ from 1.
-FA_INLINE bool has_derivative(const FaParams& p) { return p.softcap > 0; }
+FA_INLINE bool has_derivative(const Params& p) {
+  return p.softcap > 0 || (p.mod.code && code_of(p.mod).derivative);
+}
 
 // The logarithm of a row's sum of exponentials as two numbers, of one lane each: `lse` and what its
 // rounding cut off. Where scores are as large as a mask of finfo.min, lse alone has lost the sum.
@@ -33,7 +35,7 @@ struct Normaliser {
 };
 // Writes that of row i: m is its largest score, l its sum relative to m, 0 if nothing was seen.
 template <class R>
-void write_normaliser(const FaParams& p, int64_t b, int64_t h, int64_t i, R m, R l) {
+void write_normaliser(const Params& p, int64_t b, int64_t h, int64_t i, R m, R l) {
   const R log = std::log(l), lse = l == R(0) ? -kInf<R> : m + log;
   const Plane to = plane(p.lse, b, h);
   R* data = static_cast<R*>(p.lse.data);  // its dtype is the one that the kernel computes in
@@ -42,7 +44,7 @@ void write_normaliser(const FaParams& p, int64_t b, int64_t h, int64_t i, R m, R
 }
 // Reads those of some rows; lse is +inf for lanes that see nothing or have no row.
 template <class R>
-void read_normaliser(const FaParams& p, const Rows& rows, int64_t lanes, Normaliser<R> to) {
+void read_normaliser(const Params& p, const Rows& rows, int64_t lanes, Normaliser<R> to) {
   const Plane from = plane(p.lse, rows.b, rows.h);
   std::fill(to.lse, to.lse + lanes, kInf<R>);
   std::fill(to.tail, to.tail + lanes, R(0));
@@ -57,7 +59,17 @@ void read_normaliser(const FaParams& p, const Rows& rows, int64_t lanes, Normali
 
 template <class R>
 struct ScoreScratch {
-  R* rows;  // kLanes x kTileKeys, of the mask
+  R* rows = nullptr;  // kLanes x kTileKeys, of the mask
+  R* mod = nullptr;   // of a score_mod
+  R* products =
+      nullptr;  // [keys][lanes]: the scaled products, if the gradient of a score_mod reads
+                // them; `score` writes them
+  static ScoreScratch of(Scratch& take, const Params& p, int64_t rows) {
+    R* of_mask = take.array<R>(rows);
+    R* of_mod = take.array<R>(ScoreMod<R>::scratch_numbers(p));
+    if (take.base) ScoreMod<R>::begin(p, of_mod);
+    return {of_mask, of_mod, nullptr};
+  }
 };
 
 template <class R, int NV>
@@ -76,7 +88,7 @@ struct Tile {
   }
 
   // i' - j0 of each lane, as numbers.
-  static FA_INLINE void positions(const FaParams& p, const Rows& rows, const Keys& keys, V* at) {
+  static FA_INLINE void positions(const Params& p, const Rows& rows, const Keys& keys, V* at) {
     const R first = R(rows.i0 + diagonal(p, rows.b) - keys.j0);
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v)
@@ -94,7 +106,7 @@ struct Tile {
     });
   }
 
-  static void alibi(const FaParams& p, const Rows& rows, const Keys& keys, R* s) {
+  static void alibi(const Params& p, const Rows& rows, const Keys& keys, R* s) {
     const R m = read<R>(p.slopes.data, p.slopes.dtype,
                         rows.b * p.slopes.stride[0] + rows.h * p.slopes.stride[1]);
     V at[NV];
@@ -117,7 +129,7 @@ struct Tile {
                                     });
     }
   }
-  static void mask(const FaParams& p, const Rows& rows, const Keys& keys, R* s,
+  static void mask(const Params& p, const Rows& rows, const Keys& keys, R* s,
                    const ScoreScratch<R>& scratch) {
     const Plane a = plane(p.mask, rows.b, rows.h);
     if (p.mask.dtype == FA_BOOL)  // hides even a NaN score, as masked_fill does
@@ -126,7 +138,7 @@ struct Tile {
       with_mask(a, rows, keys, s, scratch, [](V x, V add) { return x + add; });
   }
 
-  static void band(const FaParams& p, const Rows& rows, const Keys& keys, R* s) {
+  static void band(const Params& p, const Rows& rows, const Keys& keys, R* s) {
     // The keys of this tile that each lane sees, [lo, hi]: cut to the tile while they are
     // integers, because far positions are no exact numbers in R.
     R lo[lanes], hi[lanes];
@@ -141,38 +153,52 @@ struct Tile {
     });
   }
 
-  static bool masked(const FaParams& p, const Rows& rows, const Keys& keys) {
+  static bool masked(const Params& p, const Rows& rows, const Keys& keys) {
     return p.mask.data && classes_in(p, rows, keys) != kVisible;
   }
   // Prefetches what `mask` will read, if the mask is too large for a cache: its rows are far apart,
   // so hardware does not prefetch them.
-  static FA_INLINE void prefetch_mask(const FaParams& p, const Rows& rows, const Keys& keys) {
+  static FA_INLINE void prefetch_mask(const Params& p, const Rows& rows, const Keys& keys) {
     Plane a = plane(p.mask, rows.b, rows.h);
     if (!a.data || a.row == 0 || p.M * p.N < 1 << 18 || !masked(p, rows, keys)) return;
     a.origin += keys.j0 * a.step;
     prefetch(a, rows.i0, rows.count, keys.count);
   }
-  static bool banded(const FaParams& p, const Rows& rows, const Keys& keys) {
+  static bool banded(const Params& p, const Rows& rows, const Keys& keys) {
     const KeyRange all = common_range(p, rows.b, rows.i0, rows.end());
     return keys.j0 < all.lo || keys.end() > all.hi;
   }
   // True if a scaled product is the score itself.
-  static bool plain(const FaParams& p, const Rows& rows, const Keys& keys) {
-    return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
+  static bool plain(const Params& p, const Rows& rows, const Keys& keys) {
+    return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys)) &&
+           !(p.mod.code && !ScoreMod<R>::plain(p, rows, keys));
   }
   // Scaled products to scores, -inf where a row may not look. `derivative` and `second` (of the
   // scores by the scaled products, the first and the second one) may be null.
-  static void score(const FaParams& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
+  static void score(const Params& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
                     const ScoreScratch<R>& scratch, R* second = nullptr) {
+    const typename ScoreMod<R>::Call mod{p,          rows, keys, lanes, {s, derivative, second},
+                                         scratch.mod};
+    if (scratch.products) std::copy_n(s, keys.count * lanes, scratch.products);
+    if (p.mod.code) ScoreMod<R>::score(mod);
     if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
     if (p.slopes.data) alibi(p, rows, keys, s);
     if (masked(p, rows, keys)) mask(p, rows, keys, s, scratch);
+    if (p.mod.code) ScoreMod<R>::mask(mod);
     if (banded(p, rows, keys)) band(p, rows, keys, s);
+    if (p.mod.code) ScoreMod<R>::check(mod);
+  }
+
+  // Adds to the gradient of a score_mod's captured numbers, from the gradient of scores.
+  static void captured_gradients(const Params& p, const Rows& rows, const Keys& keys, R* ds,
+                                 const ScoreScratch<R>& scratch, R* gradient) {
+    ScoreMod<R>::gradients(
+        {p, rows, keys, lanes, {scratch.products, ds, nullptr}, scratch.mod, gradient});
   }
 
   // The tangents of scores, from those of the scaled products; `second` becomes the tangent of
   // `derivative`. They are arbitrary where a score is hidden, and in lanes past the last row.
-  static void score_tangents(const FaParams& p, const Rows& rows, const Keys& keys, R* s_t,
+  static void score_tangents(const Params& p, const Rows& rows, const Keys& keys, R* s_t,
                              const R* derivative, R* second, const ScoreScratch<R>& scratch) {
     if (has_derivative(p))
       each(keys.count, s_t, [&](int64_t j, int v, V x) {
@@ -187,8 +213,8 @@ struct Tile {
 
   // The same from products without their scale. Returns the factor that s must still be multiplied
   // by: the scale, if no feature changes the scores.
-  static R score_unscaled(const FaParams& p, const Rows& rows, const Keys& keys, R* s,
-                          R* derivative, const ScoreScratch<R>& scratch) {
+  static R score_unscaled(const Params& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
+                          const ScoreScratch<R>& scratch) {
     const R scale = R(p.scale);
     if (scale > 0 && plain(p, rows, keys)) return scale;
     each(keys.count, s, [&](int64_t, int, V x) { return x * scale; });
@@ -197,12 +223,12 @@ struct Tile {
   }
 
   // Backward, for one vector: from the gradient of scores to that of the scaled products.
-  static FA_INLINE V product_gradient(const FaParams& p, V ds, const R* derivative) {
+  static FA_INLINE V product_gradient(const Params& p, V ds, const R* derivative) {
     if (!has_derivative(p)) return ds;
     // A lane past the last row may have NaN for derivative (of tanh(0 * inf)): its dS stays 0.
     return ds == V{} ? V{} : ds * load(derivative);
   }
-  static void product_gradient(const FaParams& p, int64_t keys, R* ds, const R* derivative) {
+  static void product_gradient(const Params& p, int64_t keys, R* ds, const R* derivative) {
     if (!has_derivative(p)) return;
     each(keys, ds, [&](int64_t j, int v, V x) {
       return product_gradient(p, x, derivative + j * lanes + v * W);
@@ -260,7 +286,7 @@ struct Tile {
   static constexpr int kMaxLanes = round_up(lanes, kLanes<uint32_t>);
 
   // Philox words for four keys from j on of the larger call, for its head and item; 4 x kMaxLanes.
-  static void philox(const FaParams& p, const Rows& rows, uint32_t head, uint32_t item, int64_t j,
+  static void philox(const Params& p, const Rows& rows, uint32_t head, uint32_t item, int64_t j,
                      uint32_t* words) {
     const uint64_t seed = static_cast<uint64_t>(*p.seed);
     for (int l = 0; l < lanes; l += kLanes<uint32_t>) {
@@ -284,7 +310,7 @@ struct Tile {
   }
 
   // Drops elements of `a`, and the same ones of `b` when given, scaling the rest.
-  static void dropout(const FaParams& p, const Rows& rows, const Keys& keys, R* a, R* b) {
+  static void dropout(const Params& p, const Rows& rows, const Keys& keys, R* a, R* b) {
     const Dropout rule = dropout_rule(p.dropout_p);
     const R factor = R(rule.factor);
     uint32_t words[4 * kMaxLanes];

@@ -23,7 +23,6 @@ import torch
 
 from ...call.spec import (
     ARGUMENTS,
-    DIFFERENTIABLE,
     DROPOUT_PERIODS,
     NATIVE_NAMES,
     REAL,
@@ -33,7 +32,7 @@ from ...call.spec import (
 from .elf import why_broken
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
-OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE = range(5)  # FaStatus
+OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE, BAD_INDEX = range(6)  # FaStatus
 BAD_EXTENT = 1 << 16  # plus the index in `WRITTEN` of the tensor
 CPU_MAX_HEAD_DIM, CUDA_MAX_HEAD_DIM = 512, 256  # FA_CPU_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM
 DTYPE = {
@@ -48,23 +47,29 @@ DTYPE = {
 }
 
 # The fields of FaCall. Each number is 8 bytes, so the struct has no padding.
+# The fields of FaScoreMod, after those of FaParams and the sizes.
+MOD_POINTERS = ("code", "floats", "ints", "dfloats", "outside")
+MOD_TENSOR = "classes"
+MOD = (*MOD_POINTERS, MOD_TENSOR)
+OWN = [a for a in ARGUMENTS.values() if a.field not in MOD]
+OWN_DIFFERENTIABLE = [a.field for a in OWN if a.gradient]
 TENSORS = (
-    *(a.field for a in ARGUMENTS.values() if a.passed_as != "pointer"),
+    *(a.field for a in OWN if a.passed_as != "pointer"),
     *("out", "weights"),
-    *(f"d{name}" for name in DIFFERENTIABLE),
+    *(f"d{name}" for name in OWN_DIFFERENTIABLE),
     *("dout", "dlse", "dweights"),
 )
 POINTERS = (
-    *(a.field for a in ARGUMENTS.values() if a.passed_as == "pointer"),
+    *(a.field for a in OWN if a.passed_as == "pointer"),
     "workspace",
 )
 MOVED = (  # the tangents; they follow the scalars
-    *(f"{name}_t" for name in DIFFERENTIABLE),
+    *(f"{name}_t" for name in OWN_DIFFERENTIABLE),
     *("out_t", "lse_t", "dout_t", "dlse_t"),
 )
 WRITTEN = (  # enum FaWritten: the tensors that are passed with their sizes
     *("out", "lse", "weights"),
-    *(f"d{name}" for name in DIFFERENTIABLE),
+    *(f"d{name}" for name in OWN_DIFFERENTIABLE),
     *("out_t", "lse_t"),
 )
 TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
@@ -74,17 +79,20 @@ SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # `threads` follows 
 LAST = struct.Struct(f"={len(DROPOUT_PERIODS)}q")
 PERIODS = tuple(NATIVE_NAMES[name] for name in DROPOUT_PERIODS)
 SIZES = tuple(f"{name}_size" for name in WRITTEN)
-FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *PERIODS, *SIZES))
+FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *PERIODS, *SIZES, *MOD))
 BEFORE_SCALARS = len(TENSORS) * TENSOR.size + len(POINTERS) * 8
 AFTER_SCALARS = len(MOVED) * TENSOR.size
 PARAMS_SIZE = BEFORE_SCALARS + SCALARS.size + AFTER_SCALARS + LAST.size  # FaParams
-SIZE = PARAMS_SIZE + len(SIZES) * EXTENT.size  # FaCall
+MOD_AT = PARAMS_SIZE + len(SIZES) * EXTENT.size  # FaScoreMod
+SIZE = MOD_AT + len(MOD_POINTERS) * 8 + TENSOR.size  # FaCall
 
 
 def offset(field: str) -> int:
     """The offset in bytes of a field in FaCall, which begins with FaParams."""
     if field in SIZES:
         return PARAMS_SIZE + SIZES.index(field) * EXTENT.size
+    if field in MOD:
+        return MOD_AT + MOD.index(field) * 8
     if field in MOVED:
         return BEFORE_SCALARS + SCALARS.size + MOVED.index(field) * TENSOR.size
     at = FIELDS.split().index(field)
@@ -99,8 +107,8 @@ def form(spec: AttentionSpec) -> bytes:
     whole = (getattr(spec, name) for name in WHOLE)
     scalars = SCALARS.pack(*whole, 0, *(getattr(spec, name) for name in REAL))
     again = LAST.pack(*(getattr(spec, name) for name in DROPOUT_PERIODS))
-    sizes = bytes(len(SIZES) * EXTENT.size)
-    return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS) + again + sizes
+    after = SIZE - PARAMS_SIZE
+    return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS) + again + bytes(after)
 
 
 Entry = Callable[..., Any]  # a function of a library
@@ -148,6 +156,7 @@ class CpuLibrary(Library):
     isa: Entry
     why: Entry
     unit: Entry
+    score_mod_ops: str
     select: Entry
     float32_on_tiles: Entry
     poison: Entry
@@ -163,6 +172,7 @@ class CpuLibrary(Library):
         self.isa = self.entry("fa_cpu_isa", text)
         self.why = self.entry("fa_cpu_why", text)
         self.unit = self.entry("fa_cpu_unit", text, params)
+        self.score_mod_ops = self.entry("fa_cpu_score_mod_ops", text)().decode()
         self.select = self.entry("fa_cpu_select", integer, text)
         self.float32_on_tiles = self.entry("fa_cpu_float32_on_tiles", None, integer)
         self.poison = self.entry("fa_cpu_poison", None, integer)

@@ -1,0 +1,161 @@
+"""The derivative of a program by one of its values, as more values of the same program.
+
+Forward mode: each value gets its derivative by the rule of its operator. The rules are torch's:
+0 for roundings and comparisons, half to each operand of a minimum or maximum of two equal numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from .program import Builder, Value
+
+Derivative = int | None  # the number of a value; None: 0
+
+
+class Differentiation:
+    """Adds derivatives to the values of a program.
+
+    Args:
+        values: The instructions of a program.
+    """
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self.builder = Builder()
+        self.values = self.builder.values
+        for value in values:  # a load of a float is a value of its own: it is known by its index
+            self._again(value)
+
+    def _again(self, value: Value) -> None:
+        at = len(self.values)
+        self.values.append(value)
+        if value.op == "constant":
+            number = value.number
+            key = number.hex() if isinstance(number, float) else number
+            self.builder.known.setdefault(("constant", value.kind, key), at)
+        elif value.op != "load":
+            self.builder.known.setdefault((value.op, value.args), at)
+
+    def by(self, at: int, result: int) -> Derivative:
+        """Return the derivative of value `result` by value `at`."""
+        found: list[Derivative] = [None] * (result + 1)
+        for x in range(at, result + 1):
+            value = self.values[x]
+            if x == at:
+                found[x] = self.number(1.0)
+            elif value.kind == "float" and value.op in RULES:
+                moves = [found[y] for y in value.args]
+                if any(y is not None for y in moves):
+                    found[x] = RULES[value.op](self, x, value.args, moves)
+        return found[result]
+
+    def is_one(self, x: Derivative) -> bool:
+        return x is not None and self.values[x].number == 1.0
+
+    def number(self, x: float) -> int:
+        return self.builder.constant(float(x))
+
+    def emit(self, op: str, *args: int) -> int:
+        return self.builder.emit(op, *args)
+
+    def mul(self, x: Derivative, y: Derivative) -> Derivative:
+        if x is None or y is None:
+            return None
+        if self.is_one(x):
+            return y
+        return x if self.is_one(y) else self.emit("mul", x, y)
+
+    def add(self, x: Derivative, y: Derivative) -> Derivative:
+        if x is None or y is None:
+            return y if x is None else x
+        return self.emit("add", x, y)
+
+    def neg(self, x: Derivative) -> Derivative:
+        return None if x is None else self.emit("neg", x)
+
+    def where(self, test: int, x: Derivative, y: Derivative) -> Derivative:
+        if x == y:
+            return x
+        x, y = (self.number(0.0) if z is None else z for z in (x, y))
+        return self.emit("where", test, x, y)
+
+
+Rule = Callable[[Differentiation, int, tuple[int, ...], list[Derivative]], Derivative]
+
+
+def _either(compare: str) -> Rule:
+    def rule(d: Differentiation, at: int, args: tuple[int, ...], moves: list[Derivative]):
+        (x, y), (dx, dy) = args, moves
+        half = d.mul(d.number(0.5), d.add(dx, dy))
+        other = d.where(d.emit("eq", x, y), half, dy)
+        return d.where(d.emit(compare, x, y), dx, other)
+
+    return rule
+
+
+def _of_one(factor: Callable[[Differentiation, int, int], int]) -> Rule:
+    """factor(d, value, operand): the derivative of a function of one number."""
+    return lambda d, at, args, moves: d.mul(factor(d, at, args[0]), moves[0])
+
+
+def _div(d: Differentiation, at: int, args: tuple[int, ...], moves: list[Derivative]) -> Derivative:
+    (_, y), (dx, dy) = args, moves
+    first = None if dx is None else d.emit("div", dx, y)
+    second = None if dy is None else d.emit("div", d.emit("mul", dy, at), y)
+    return d.add(first, d.neg(second))
+
+
+def _pow(d: Differentiation, at: int, args: tuple[int, ...], moves: list[Derivative]) -> Derivative:
+    (x, y), (dx, dy) = args, moves
+    zero, one = d.number(0.0), d.number(1.0)
+    of_x = of_y = None
+    if dx is not None:
+        less = d.emit("pow", x, d.emit("sub", y, one))
+        of_x = d.where(d.emit("eq", y, zero), None, d.mul(d.emit("mul", y, less), dx))
+    if dy is not None:
+        of_y = d.mul(d.emit("mul", at, d.emit("log", x)), dy)
+        none = d.emit("and", d.emit("eq", x, zero), d.emit("ge", y, zero))
+        of_y = d.where(none, None, of_y)
+    return d.add(of_x, of_y)
+
+
+def _rsqrt(d: Differentiation, at: int, x: int) -> int:
+    return d.emit("mul", d.number(-0.5), d.emit("mul", at, d.emit("mul", at, at)))
+
+
+def _one_minus_square(d: Differentiation, at: int, x: int) -> int:
+    return d.emit("sub", d.number(1.0), d.emit("mul", at, at))
+
+
+def _erf(d: Differentiation, at: int, x: int) -> int:
+    bell = d.emit("exp", d.emit("neg", d.emit("mul", x, x)))
+    return d.emit("mul", d.number(2 / math.sqrt(math.pi)), bell)
+
+
+RULES: dict[str, Rule] = {
+    "add": lambda d, at, args, moves: d.add(*moves),
+    "sub": lambda d, at, args, moves: d.add(moves[0], d.neg(moves[1])),
+    "mul": lambda d, at, args, moves: d.add(d.mul(moves[0], args[1]), d.mul(args[0], moves[1])),
+    "neg": lambda d, at, args, moves: d.neg(moves[0]),
+    "abs": _of_one(lambda d, at, x: d.emit("sign", x)),
+    "minimum": _either("lt"),
+    "maximum": _either("gt"),
+    "where": lambda d, at, args, moves: d.where(args[0], *moves[1:]),
+    "remainder": lambda d, at, args, moves: d.add(
+        moves[0], None if moves[1] is None else d.neg(d.mul(d.emit("floor_div", *args), moves[1]))
+    ),
+    "div": _div,
+    "pow": _pow,
+    "exp": _of_one(lambda d, at, x: at),
+    "exp2": _of_one(lambda d, at, x: d.emit("mul", at, d.number(math.log(2)))),
+    "log": _of_one(lambda d, at, x: d.emit("div", d.number(1.0), x)),
+    "log2": _of_one(lambda d, at, x: d.emit("div", d.number(1 / math.log(2)), x)),
+    "sqrt": _of_one(lambda d, at, x: d.emit("div", d.number(0.5), at)),
+    "rsqrt": _of_one(_rsqrt),
+    "sin": _of_one(lambda d, at, x: d.emit("cos", x)),
+    "cos": _of_one(lambda d, at, x: d.emit("neg", d.emit("sin", x))),
+    "tanh": _of_one(_one_minus_square),
+    "sigmoid": _of_one(lambda d, at, x: d.emit("mul", at, d.emit("sub", d.number(1.0), at))),
+    "erf": _of_one(_erf),
+}

@@ -1,0 +1,259 @@
+"""A score_mod and a mask_mod as code for the interpreter of the CPU's kernels.
+
+csrc/cpu/score/score_mod_ops.h states the layout: a header, then instructions, all of int64. The
+programs have at most two captured tensors, of one dimension: 0 has floats, 1 has ints
+(`lowering` makes such programs).
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .derivatives import Differentiation
+from .program import Program, Value, needed
+
+UNIFORM, ROW, KEY, TILE = range(4)  # enum ModClass
+SCORE, DERIVATIVE, SECOND = range(3)  # the slots of tiles
+FIRST = 3  # the first slot of values that are the same for all keys
+
+
+class ModText(NamedTuple):
+    """The programs of a call as text, as operators carry them.
+
+    outside: True at a pair where a captured tensor is indexed out of range. None: at no pair.
+    """
+
+    score: Program | None = None
+    mask: Program | None = None
+    outside: Program | None = None
+
+    def text(self) -> str:
+        return "\n\n".join("" if x is None else x.text() for x in self)
+
+    @classmethod
+    def parse(cls, text: str) -> ModText:
+        """Return the programs of a text.
+
+        Raises:
+            ValueError: The text is not that of three programs with these captured tensors.
+        """
+        parts = text.split("\n\n")
+        if len(parts) != len(cls._fields):
+            raise ValueError(f"score_mod: got {len(parts)} programs, expected {len(cls._fields)}")
+        found = cls(*(Program.parse(x) if x else None for x in parts))
+        for program, kind in zip(found, ("float", "bool", "bool")):
+            if program is None:
+                continue
+            if program.kind != kind:
+                raise ValueError(f"score_mod: got a result of {program.kind}, expected {kind}")
+            if program.captured != CAPTURED:
+                raise ValueError(f"score_mod: got {program.captured}, expected {CAPTURED}")
+            reads = any(x.op == "score" for x in program.values)
+            if reads and kind == "bool":
+                raise ValueError("score_mod: got a mask_mod that reads the score")
+        return found
+
+
+CAPTURED = (("float", 1), ("int", 1))  # of each of the programs
+
+
+@functools.lru_cache(maxsize=512)
+def encode(text: str, floats: int, ints: int, operators: str) -> array[int]:
+    """Return the code.
+
+    Args:
+        text: Of `ModText`.
+        floats: How many captured floats there are.
+        ints: The same of ints.
+        operators: The names of the operators in the order of their numbers, with spaces between.
+    """
+    programs = ModText.parse(text)
+    code = _Code({name: at for at, name in enumerate(operators.split())})
+    lists, has_derivative, reads = [], False, False
+    if programs.score is None:
+        lists += [code.empty()] * 3
+    else:
+        d = Differentiation(programs.score.values)
+        result = len(programs.score.values) - 1
+        (score,) = [x for x, y in enumerate(d.values) if y.op == "score"] or [-1]
+        slope = None if score < 0 else d.by(score, result)
+        bend = None if slope is None else d.by(score, slope)
+        zero = d.number(0.0)
+        has_derivative = not d.is_one(slope)
+        first, second = (zero if x is None else x for x in (slope, bend))
+        outputs = [("copy", SECOND, second), ("copy", DERIVATIVE, first), ("copy", SCORE, result)]
+        lists += [code.compiled(d.values, outputs[x:], result + 1) for x in (2, 1, 0)]
+    for op, program in (("hide", programs.mask), ("check", programs.outside)):
+        if program is None:
+            lists.append(code.empty())
+        else:
+            last = len(program.values) - 1
+            lists.append(code.compiled(program.values, [(op, SCORE, last)], last + 1))
+    scatters = []
+    if programs.score is not None:
+        for x, value in enumerate(programs.score.values):
+            if value.op == "load" and value.kind == "float":
+                factor = d.by(x, result)
+                if factor is not None:
+                    scatters.append(("scatter", DERIVATIVE, value.args[0], factor))
+        of_outputs = [y for x in scatters for y in x[2:]]
+        reads = any(d.values[x].op == "score" for x in needed(d.values, *of_outputs))
+    lists.append(code.compiled(d.values, scatters, result + 1) if scatters else code.empty())
+    return code.words((floats, ints, int(has_derivative), int(reads)), lists)
+
+
+class Place(NamedTuple):
+    """Where a value is.
+
+    kind: TILES, CONSTANT (the same for all keys) or VARYING.
+    at: which one of the slots of this kind.
+    of: the class of the value.
+    """
+
+    kind: int
+    at: int
+    of: int
+
+
+TILES, CONSTANT, VARYING = range(3)
+NOTHING = Place(TILES, 0, UNIFORM)
+
+
+class _Code:
+    """Collects instructions. Slots of varying values are free again after each list; those of
+    constant values are not, because an interpreter keeps these values."""
+
+    def __init__(self, numbers: dict[str, int]) -> None:
+        self.numbers = numbers
+        self.instructions: list[tuple[int, list[Place], int]] = []
+        self.slots = [FIRST, 0, 0]  # of each kind
+
+    def empty(self) -> tuple[int, int, int]:
+        at = len(self.instructions)
+        return at, at, at
+
+    def compiled(
+        self, values: Sequence[Value], outputs: Sequence[tuple], own: int
+    ) -> tuple[int, int, int]:
+        """Append the instructions of these values and outputs: (op, tile, *values). Returns where
+        the list begins, where its values begin to vary by keys, and where it ends.
+
+        own: how many of the values come first. The others, which are their derivatives, each follow
+        those that they need at once, so that few are kept at a time.
+        """
+        kept = needed(values, *(x for output in outputs for x in output[2:]))
+        after: dict[int, int] = {}
+        for x in kept:
+            of_args = max((after[y] for y in values[x].args), default=0)
+            after[x] = x if x < own else of_args
+        kept.sort(key=lambda x: (after[x], x))
+        classes = _classes(values, kept)
+        place: dict[int, Place] = {}
+        begin = len(self.instructions)
+        for x in kept:
+            if classes[x] in (UNIFORM, ROW):
+                place[x] = Place(CONSTANT, self.slots[CONSTANT], classes[x])
+                self.slots[CONSTANT] += 1
+                self._value(values, x, place)
+        varying = len(self.instructions)
+        self._varying(values, [x for x in kept if x not in place], outputs, classes, place)
+        return begin, varying, len(self.instructions)
+
+    def _varying(self, values, kept, outputs, classes, place: dict[int, Place]) -> None:
+        kept = _result_last(values, kept, outputs)
+        last = {x: at for at, x in enumerate(kept)}  # where each value is read last
+        for at, x in enumerate(kept):
+            last |= {y: at for y in values[x].args if y in last}
+        last |= {x: len(kept) for output in outputs for x in output[2:] if x in last}
+        direct = _direct(values, kept, outputs, classes)
+        free: list[int] = []
+        for at, x in enumerate(kept):
+            if values[x].op == "score":
+                place[x] = Place(TILES, SCORE, TILE)
+                continue
+            done = [y for y in dict.fromkeys(values[x].args) if last.get(y) == at]
+            done = [y for y in done if place[y].kind == VARYING]
+            # The result may take the slot of an operand of its class: each number is read first.
+            free += [place[y].at for y in done if classes[y] == classes[x]]
+            if x in direct:
+                place[x] = Place(TILES, direct[x], TILE)
+            else:
+                slot = free.pop() if free else self._new_slot(place)
+                place[x] = Place(VARYING, slot, classes[x])
+            free += [place[y].at for y in done if classes[y] != classes[x]]
+            self._value(values, x, place)
+        for op, tile, *of in outputs:
+            if op != "copy" or place[of[0]] != Place(TILES, tile, TILE):
+                self._append(op, Place(TILES, tile, TILE), [place[x] for x in of])
+
+    def _new_slot(self, place: dict[int, Place]) -> int:
+        used = [x.at for x in place.values() if x.kind == VARYING]
+        slot = max(used, default=-1) + 1
+        self.slots[VARYING] = max(self.slots[VARYING], slot + 1)
+        return slot
+
+    def _value(self, values: Sequence[Value], x: int, place: dict[int, Place]) -> None:
+        op, args, kind, number, _ = values[x]
+        bits = 0
+        if op == "constant":
+            bits = _bits(number) if kind == "float" else int(number or 0)
+        letter = kind if op in ("constant", "load") else values[args[-1]].kind if args else ""
+        name = f"{op}:{letter[0]}" if letter else op
+        self._append(name, place[x], [place[y] for y in args], bits)
+
+    def _append(self, name: str, out: Place, args: list[Place], number: int = 0) -> None:
+        operands = [out, *args, *[NOTHING] * (3 - len(args))]
+        self.instructions.append((self.numbers[name], operands, number))
+
+    def words(self, header: Sequence[int], lists: Sequence[tuple[int, int, int]]) -> array[int]:
+        first = (0, FIRST, FIRST + self.slots[CONSTANT])  # the number of the first slot of a kind
+        slots = sum(self.slots)
+        words = array("q", [first[VARYING], slots, *header])
+        for found in lists:
+            words.extend(found)
+        for op, operands, number in self.instructions:
+            words.append(op)
+            for kind, at, of in operands:
+                words.extend((first[kind] + at, of))
+            words.append(number)
+        return words
+
+
+def _result_last(values: Sequence[Value], kept: list[int], outputs: Sequence[tuple]) -> list[int]:
+    """`kept` with the resulting score at its end, if no other value needs it."""
+    result = next((x for op, tile, x, *_ in outputs if (op, tile) == ("copy", SCORE)), None)
+    if result not in kept or any(result in values[x].args for x in kept):
+        return kept
+    return [*(x for x in kept if x != result), result]
+
+
+def _direct(values, kept, outputs, classes) -> dict[int, int]:
+    """The values that are computed right in the tile that they are for, with the tile."""
+    found: dict[int, int] = {}
+    for op, tile, *of in outputs:
+        x = of[0]
+        fits = op == "copy" and x in kept and x not in found
+        fits = fits and classes[x] == TILE and values[x].op != "score"
+        # The scores are read until the last value is computed.
+        if fits and (tile != SCORE or x == kept[-1]):
+            found[x] = tile
+    return found
+
+
+def _bits(number) -> int:
+    return struct.unpack("=q", struct.pack("=d", number))[0]
+
+
+def _classes(values: Sequence[Value], kept: Sequence[int]) -> dict[int, int]:
+    own = {"score": TILE, "i": ROW, "j": KEY}
+    found: dict[int, int] = {}
+    for x in kept:
+        of = own.get(values[x].op, UNIFORM)
+        for y in values[x].args:
+            of |= found[y]  # ROW | KEY is TILE
+        found[x] = of
+    return found

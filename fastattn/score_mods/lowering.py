@@ -1,0 +1,254 @@
+"""A score_mod and a mask_mod in the form that operators and kernels take.
+
+Captured tensors become two tensors of one dimension, one of floats and one of ints. Each load gets
+one index into them. A third program tells where an index is out of range. Blocks of pairs that the
+mask_mod hides or shows as a whole are found by interval arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.spec import BLOCK_KEYS, BLOCK_ROWS
+from .bounds import Bounds, Ints, bounds, extremes
+from .encoding import CAPTURED, ModText
+from .intervals import block_classes
+from .program import Builder, Program, Value
+from .recognition import Shape, inputs_of
+
+CLASSES_FROM = 1 << 15  # pairs of one head: below, classes cost more than they save
+MOST_PLANES = 64  # of classes
+MOST_COPIED = 1 << 20  # captured numbers: a larger table is read by the mask that it makes
+INT32 = range(-(2**31), 2**31)
+
+
+class Lowered(NamedTuple):
+    """What operators carry.
+
+    text: of `ModText`.
+    floats: (numbers,), float32 or float64, with the gradients of the captured tensors; or None.
+    ints: (numbers,), int64, or None.
+    blocks: (B or 1, H or 1, blocks of rows, blocks of keys), int8, of `intervals`; or None.
+    """
+
+    text: str
+    floats: Tensor | None
+    ints: Tensor | None
+    blocks: Tensor | None
+
+
+class Begin(NamedTuple):
+    """The first index of each kind: that of a call within a larger one."""
+
+    item: int = 0
+    head: int = 0
+    row: int = 0
+    key: int = 0
+
+
+def lower(
+    score: Program | None,
+    mask: Program | None,
+    tensors: Sequence[Tensor],
+    shape: Shape,
+    dtype: torch.dtype,
+    begin: Begin,
+) -> Lowered | None:
+    """Lower the programs of a call. Values of captured tensors are read: they are on a CPU.
+
+    Args:
+        score: Of the score_mod, or None.
+        mask: Of the mask_mod, or None.
+        tensors: The captured tensors of both.
+        shape: The sizes of the call; of a packed batch, the longest.
+        dtype: That in which scores are computed.
+        begin: The first indices.
+
+    Returns:
+        None where another form serves better: whole numbers do not fit in the bits that kernels
+        have for them, or a captured tensor is as large as a mask.
+    """
+    programs = [x for x in (score, mask) if x is not None]
+    used = sorted({x.tensor for p in programs for x in p.values if x.tensor is not None})
+    if any(_is_like_a_mask(x, p, tensors) for p in programs for x in p.values):
+        return None
+    table = _Table.of(tensors, used)
+    if table.copied > MOST_COPIED:
+        return None
+    ends = (x + max(n, 1) - 1 for x, n in zip(begin, shape))
+    inputs = dict(zip("bhij", zip(begin, ends)))
+    known = extremes([tensors[x] if x in used else tensors[x][:0] for x in range(len(tensors))])
+    flat, outside = [], _Outside()
+    for program in (score, mask):
+        flat.append(None if program is None else table.flattened(program, inputs, known, outside))
+    text = ModText(*flat, outside.program)
+    own = {1: _union(known.values())} if known else {}
+    if dtype == torch.float32 and not all(_is_narrow(x, inputs, own) for x in text if x):
+        return None
+    blocks = None if mask is None else _blocks(mask, tensors, shape, dtype, begin)
+    return Lowered(text.text(), table.floats(tensors, dtype), table.ints(tensors), blocks)
+
+
+def _union(ranges) -> tuple[int, int]:
+    los, his = zip(*ranges)
+    return min(los), max(his)
+
+
+def _is_narrow(program: Program, inputs: dict[str, tuple[int, int]], ints: Ints) -> bool:
+    """True if each whole number fits in 32 bits."""
+    for value, found in zip(program.values, bounds(program, inputs, ints)):
+        if value.kind != "int":
+            continue
+        if found is None or found[0] < INT32.start or found[1] >= INT32.stop:
+            return False
+    return True
+
+
+def _is_like_a_mask(value: Value, program: Program, tensors: Sequence[Tensor]) -> bool:
+    """True for a load by [.., i, j] of a tensor that is large or has a gradient."""
+    if value.tensor is None or [program.values[x].op for x in value.args[-2:]] != ["i", "j"]:
+        return False
+    x = tensors[value.tensor]
+    return x.requires_grad or x.numel() > MOST_COPIED >> 4
+
+
+class _Table(NamedTuple):
+    """Where the numbers of each captured tensor begin in the two flat tensors."""
+
+    kinds: dict[int, str]  # of the tensors that are loaded
+    first: dict[int, int]
+    shapes: dict[int, tuple[int, ...]]
+    copied: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], used: Sequence[int]) -> _Table:
+        kinds = {x: "float" if tensors[x].is_floating_point() else "int" for x in used}
+        first, room = {}, {"float": 0, "int": 0}
+        for x in used:
+            first[x] = room[kinds[x]]
+            room[kinds[x]] += tensors[x].numel()
+        shapes = {x: tuple(tensors[x].shape) for x in used}
+        return cls(kinds, first, shapes, sum(room.values()))
+
+    def _joined(self, tensors: Sequence[Tensor], kind: str, dtype: torch.dtype) -> Tensor | None:
+        parts = [tensors[x].to(dtype).reshape(-1) for x, y in self.kinds.items() if y == kind]
+        if not sum(x.numel() for x in parts):
+            return None
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+
+    def floats(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+        return self._joined(tensors, "float", dtype)
+
+    def ints(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        return self._joined(tensors, "int", torch.int64)
+
+    def flattened(
+        self, program: Program, inputs: dict[str, tuple[int, int]], ints: Ints, outside: _Outside
+    ) -> Program:
+        """The program with one index for each load, into the two flat tensors."""
+        builder = Builder()
+        number: list[int] = []
+        known = bounds(program, inputs, ints)
+        for value in program.values:
+            args = [number[x] for x in value.args]
+            if value.op == "constant":
+                assert value.number is not None
+                number.append(builder.constant(value.number))
+            elif value.op == "load":
+                of_args = [known[x] for x in value.args]
+                number.append(self._load(builder, value, args, of_args, outside))
+            else:
+                number.append(builder.emit(value.op, *args))
+        outside.add(builder)
+        return builder.program(number[-1], CAPTURED)
+
+    def _load(
+        self,
+        builder: Builder,
+        value: Value,
+        args: list[int],
+        known: list[Bounds],
+        outside: _Outside,
+    ) -> int:
+        tensor = value.tensor
+        assert tensor is not None
+        shape = self.shapes[tensor]
+        if 0 in shape:  # nothing to read: no pair may be seen
+            outside.tests.append(builder.constant(True))
+            zeros = {"float": 0.0, "int": 0, "bool": False}
+            return builder.constant(zeros[value.kind])
+        index = builder.constant(self.first[tensor])
+        step = 1
+        for x, size, found in reversed(list(zip(args, shape, known))):
+            lo, hi = (-INT32.stop * size, INT32.stop * size) if found is None else found
+            n = builder.constant(size)
+            if lo < -size or hi >= size:
+                low = builder.emit("lt", x, builder.constant(-size))
+                outside.tests.append(builder.emit("or", low, builder.emit("ge", x, n)))
+            if lo < 0:
+                negative = builder.emit("lt", x, builder.constant(0))
+                x = builder.emit("where", negative, builder.emit("add", x, n), x)
+            scaled = builder.emit("mul", x, builder.constant(step))
+            index = builder.emit("add", scaled, index)
+            step *= size
+        kind = self.kinds[tensor]
+        number = builder.load(0 if kind == "float" else 1, kind, (index,))
+        return builder.emit("to_bool", number) if value.kind == "bool" else number
+
+
+class _Outside:
+    """Collects where an index is out of range, of several programs."""
+
+    def __init__(self) -> None:
+        self.tests: list[int] = []
+        self.program: Program | None = None
+
+    def add(self, builder: Builder) -> None:
+        """Join the tests of a program, which are values of `builder`, to those before."""
+        if not self.tests:
+            return
+        result = functools.reduce(lambda x, y: builder.emit("or", x, y), self.tests)
+        self.tests = []
+        found = builder.program(result, CAPTURED)
+        if self.program is None:
+            self.program = found
+            return
+        first = len(self.program.values)
+        moved = [x._replace(args=tuple(y + first for y in x.args)) for x in found.values]
+        both = Value("or", (first - 1, first + len(moved) - 1), "bool")
+        self.program = Program((*self.program.values, *moved, both), CAPTURED)
+
+
+def _blocks(
+    mask: Program, tensors: Sequence[Tensor], shape: Shape, dtype: torch.dtype, begin: Begin
+) -> Tensor | None:
+    if shape.rows * shape.keys < CLASSES_FROM:
+        return None
+    reads = inputs_of(mask)
+    items = shape.batch if "b" in reads else 1
+    heads = shape.heads if "h" in reads else 1
+    if not 0 < items * heads <= MOST_PLANES:
+        return None
+    planes = [
+        block_classes(
+            mask,
+            tensors,
+            shape.rows,
+            shape.keys,
+            block_rows=BLOCK_ROWS,
+            block_keys=BLOCK_KEYS,
+            b=begin.item + item,
+            h=begin.head + head,
+            row=begin.row,
+            key=begin.key,
+            dtype=dtype,
+        )
+        for item, head in itertools.product(range(items), range(heads))
+    ]
+    return torch.stack(planes).to(torch.int8).unflatten(0, (items, heads))

@@ -1,0 +1,136 @@
+"""The score_mod and the mask_mod of one call: their programs, and the forms that a call takes.
+
+`lowered` is for kernels that run programs. `masks` and `bias` are for those that do not: tensors in
+the smallest shape that the indices of a program span.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .additive import Sum, as_sum, capped, conjunction
+from .diagonals import diagonal_indices, is_of_difference, spread
+from .evaluate import evaluate
+from .lowering import Begin, Lowered, lower
+from .program import Program
+from .recognition import Shape, Structure, recognise
+from .tracing import Traced, merge
+
+
+class ModCall(NamedTuple):
+    """The programs of a call, what was recognised in them, and their arguments.
+
+    score: the program of the score_mod.
+    mask: the program of the mask_mod.
+    tensors: what both capture.
+    sum: the score_mod as softcap(score) + bias; None if it has another form.
+    structure: what is recognised in the mask_mod, and slopes of a score_mod, which then is no sum.
+    sizes: of the call; of a packed batch, the longest.
+    begin: the first index of each kind.
+    dtype: that of scores and of floats.
+    """
+
+    score: Program | None
+    mask: Program | None
+    tensors: tuple[Tensor, ...]
+    sum: Sum | None
+    structure: Structure
+    sizes: Shape
+    begin: Begin
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        of_score: Traced | None,
+        of_mask: Traced | None,
+        sizes: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        begin: Begin | None = None,
+    ) -> ModCall:
+        """begin: None if the call is no part of a larger one: then structure is recognised."""
+        score, mask, tensors = merge(of_score, of_mask)
+        if begin is None:
+            found = recognise(score, mask, tensors, sizes, dtype=dtype, documents=False)
+        else:
+            found = Structure(score=score, mask=mask)
+        parts: Sum | None = Sum(found.softcap)
+        if found.score is not None and score is not None:
+            found, parts = found._replace(alibi=None), as_sum(score)
+        if found.band is not None and any(x is not None and x < 0 for x in found.band):
+            found = found._replace(band=None, key_lengths=None, mask=mask)  # no window begins there
+        if parts is not None and parts.mask is not None:
+            found = found._replace(mask=conjunction(found.mask, parts.mask))
+        given = sizes, begin or Begin(), dtype, device
+        return cls(score, mask, tensors, parts, found, *given)
+
+    def lowered(self, softcap: float | None = None) -> Lowered | None:
+        """The programs as kernels run them, without what is an argument of `attention`. None if
+        another form serves: there is no program left, or it does not suit.
+
+        softcap: one that follows the score_mod.
+        """
+        if self.device.type != "cpu":
+            return None
+        score = self.score if self.sum is None else self.sum.program()
+        mask = self.structure.mask
+        if score is None and mask is None:
+            return None
+        if score is not None and softcap is not None:
+            score = capped(score, softcap)
+        try:
+            return lower(score, mask, self.tensors, self.sizes, self.dtype, self.begin)
+        except RuntimeError:  # under vmap, or of tensors without data: values are not known
+            return None
+
+    def indices(self) -> dict[str, Tensor]:
+        """b, h, i and j, as they broadcast."""
+        return {
+            name: torch.arange(first, first + size, device=self.device).view(-1, *(1,) * (3 - dim))
+            for dim, (name, first, size) in enumerate(zip("bhij", self.begin, self.sizes))
+        }
+
+    def value(self, program: Program, score: Tensor | None = None, **indices: Tensor) -> Tensor:
+        """The result of a program, for all indices or for some. A score_mod may index out of range
+        at pairs that the mask_mod hides."""
+        own = self.indices() | indices
+        where: dict[str, Any] = dict(dtype=self.dtype, score=score) | own
+        rows, keys = own["i"].numel(), own["j"].numel()
+        whole = self.begin.row == self.begin.key == 0
+        try:
+            if min(rows, keys) < 2 or not whole or not is_of_difference(program):
+                return evaluate(program, self.tensors, **where)
+            once: dict[str, Any] = where | diagonal_indices(rows, keys, self.device)
+            return spread(evaluate(program, self.tensors, **once), keys)
+        except IndexError:
+            if self.mask is None or program.kind == "bool":
+                raise
+            seen = evaluate(self.mask, self.tensors, **where)
+            return evaluate(program, self.tensors, seen=seen, **where)
+
+    def check_indices(self) -> None:
+        """Raise IndexError if a captured tensor is indexed out of range at a pair that is seen."""
+        for program in (self.mask, self.score):
+            if program is not None:
+                score = torch.zeros(self.sizes, dtype=self.dtype)
+                self.value(program, score)
+
+    def masks(self) -> dict[str, Any]:
+        """What the mask_mod amounts to, as arguments."""
+        found = self.structure
+        mask = None if found.mask is None else self.value(found.mask)
+        return dict(window=found.band, key_lengths=found.key_lengths, mask=mask)
+
+    def bias(self, mask: Tensor | None) -> Tensor | None:
+        """What the score_mod, which is a sum, adds to scores; with a bool mask, -inf where it is
+        False."""
+        if self.sum is None or self.sum.bias is None:
+            return mask
+        bias = self.value(self.sum.bias)
+        return bias if mask is None else torch.where(mask, bias, -math.inf)

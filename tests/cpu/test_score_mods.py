@@ -1,0 +1,397 @@
+"""score_mod and mask_mod in the CPU's kernels: the interpreter, on each instruction set."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+
+import fastattn
+from fastattn import api
+from fastattn.backends.native import libraries
+from fastattn.call.spec import acc_dtype
+from fastattn.dispatch.forward_arguments import flat
+from fastattn.score_mods.encoding import ModText
+from fastattn.score_mods.evaluate import evaluate
+from fastattn.score_mods.lowering import Begin, lower
+from fastattn.score_mods.operators import OPS
+from fastattn.score_mods.recognition import Shape
+from fastattn.score_mods.tracing import trace_mask_mod, trace_score_mod
+from tests.score_mods import trees
+from tests.support.backends import variant, variants
+
+if libraries.cpu_unavailable():
+    pytest.skip(libraries.cpu_unavailable(), allow_module_level=True)
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+ISAS = {name: variants("cpu", dtype) for name, dtype in DTYPES.items()}
+EVERY = [(isa, name) for name in DTYPES for isa in ISAS[name]]
+G = torch.Generator().manual_seed(11)
+B, H, M, N, D = 2, 3, 150, 170, 16
+TABLE = torch.randn(H, M + N, generator=G)
+SLOPES = torch.rand(H, generator=G)
+DOCUMENTS = torch.arange(200) // 37
+BUCKETS = torch.randn(12, H, generator=G)
+EXTREME = torch.tensor([0.0, -0.0, 3.5, -3.5, 1e-30, 70.0, -70.0, 0.5])
+
+
+def tensors(dtype, M=M, N=N, heads=H, grad=True, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (B, heads, M, D), (B, heads, N, D), (B, heads, N, D)
+    made = [torch.randn(*shape, generator=draw).to(dtype) for shape in shapes]
+    return [x.requires_grad_(grad) for x in made]
+
+
+def indices(*sizes):
+    return {
+        name: torch.arange(n).view(-1, *(1,) * (3 - dim))
+        for dim, (name, n) in enumerate(zip("bhij", sizes))
+    }
+
+
+def scores_of(q, k, **functions):
+    """The scores that kernels compute, from their probabilities, which are not too small."""
+    lse = fastattn.attention(q, k, k, return_lse=True, **functions)[1]
+    p = fastattn.attention_weights(q, k, lse=lse, **functions)
+    return p.log() + lse[..., None]
+
+
+# -- operators -------------------------------------------------------------------------------------
+# s is small, x takes extreme numbers by key; n, m are whole numbers, c and d are conditions.
+
+ON_FLOATS = {
+    "add": "s + x / 70", "sub": "s - x / 70", "mul": "s * (x / 70)", "neg": "-s", "abs": "s.abs()",
+    "minimum": "torch.minimum(s, x)", "maximum": "torch.maximum(s, x / 70)",
+    "where": "torch.where(s > 0, s, 0.5)", "floor_div": "(s * 9) // (x / 35 + 0.3)",
+    "remainder": "(s * 9) % (x / 35 + 0.3)", "sign": "torch.sign(s) + torch.sign(x)",
+    "div": "s / (x + 9.5)", "pow": "s.abs() ** (x / 70)", "exp": "torch.exp(x.clamp(max=2))",
+    "exp of little": "torch.log(torch.exp(x - 15))", "exp2": "torch.exp2(s)",
+    "log": "torch.log(s.abs() + 0.1)", "log2": "torch.log2(s.abs() + 0.1)",
+    "sqrt": "torch.sqrt(s.abs())", "rsqrt": "torch.rsqrt(s.abs() + 0.1)", "sin": "torch.sin(s)",
+    "cos": "torch.cos(s)", "tanh": "torch.tanh(x * s)", "sigmoid": "torch.sigmoid(x)",
+    "floor": "torch.floor(s * 3)", "ceil": "torch.ceil(s * 3)", "trunc": "torch.trunc(s * 3)",
+    "round": "torch.round(s * 3) + torch.round(x)", "erf": "torch.erf(s)", "ge": "(s >= x) * 1.0",
+    "gt": "(s > x) * 1.0", "le": "(s <= x) * 1.0", "lt": "(s < x) * 1.0", "eq": "(x == 0) * 1.0",
+    "ne": "(x != 0) * 1.0", "to_int": "(x / 9).to(torch.int64) * 0.5", "to_bool": "x.bool() * 1.0",
+    "to_float": "(s > 0).float() + (i % 3) * 0.5",
+}  # fmt: skip
+ON_INTS = {
+    "add": "n + m", "sub": "n - m", "mul": "n * m", "neg": "-n", "abs": "n.abs()",
+    "minimum": "torch.minimum(n, m)", "maximum": "torch.maximum(n, m)",
+    "where": "torch.where(c, n, m)", "floor_div": "n // m", "floor_div by 7": "n // 7",
+    "floor_div by 8": "n // 8", "floor_div by -3": "n // -3", "remainder": "n % m",
+    "remainder by 7": "n % 7", "remainder by 8": "n % 8", "remainder by -3": "n % -3",
+    "remainder by a row's": "n % (i - 9)", "remainder by a key's": "n % (j - 9)",
+    "sign": "torch.sign(n)", "shift_left": "(n & 3) << (m & 3)", "shift_right": "n >> (m & 7)",
+    "bit_and": "n & m", "bit_or": "n | m", "bit_xor": "n ^ m", "bit_not": "~n",
+    "and": "(c & d) * 1", "or": "(c | d) * 1", "xor": "(c ^ d) * 1", "not": "(~c) * 1",
+    "ge": "(n >= m) * 1", "gt": "(n > m) * 1", "le": "(n <= m) * 1", "lt": "(n < m) * 1",
+    "eq": "(n == m) * 1", "ne": "(n != m) * 1", "to_int": "c.long()", "to_bool": "n.bool() * 1",
+    "load": "LIST[n % 50] - LIST[-(j % 50) - 1]",
+}  # fmt: skip
+LIST = torch.randint(-40, 40, (50,), generator=G)
+NAMES = {"torch": torch, "LIST": LIST}
+
+
+def function_of(text, whole):
+    if whole:
+        where = "(lambda n, m, c, d: {0})((i - j) * 3 + h, j - 2 * i + b, (i + j) % 3 == 0, i > j)"
+        return eval(f"lambda s, b, h, i, j: s + 0.01 * {where.format(text)}", NAMES)
+    return eval(f"lambda s, b, h, i, j: (lambda x: {text})(EXTREME[j % 8].to(s.dtype))", GIVEN)
+
+
+GIVEN = NAMES | {"EXTREME": EXTREME}
+CASES = [(False, x, y) for x, y in ON_FLOATS.items()] + [(True, x, y) for x, y in ON_INTS.items()]
+
+
+@pytest.mark.parametrize("isa", libraries.cpu_isas())
+@pytest.mark.parametrize(
+    "whole, name, text", CASES, ids=[f"{y}, {'ints' if x else 'floats'}" for x, y, _ in CASES]
+)
+def test_each_operator(whole, name, text, isa):
+    """The scores are those of the program on torch tensors, in the same precision."""
+    function = function_of(text, whole)
+    for dtype in (torch.float32, torch.float64):
+        if isa not in variants("cpu", dtype):
+            continue
+        q, k, _ = tensors(dtype, M=37, N=45, grad=False)
+        q, k = q / 4, k / 4
+        traced = trace_score_mod(function, dtype=dtype)
+        with variant(isa):
+            found = scores_of(q, k, score_mod=function)
+        products = q @ k.mT * D**-0.5
+        expected = evaluate(*traced, score=products, **indices(B, H, 37, 45)).expand(found.shape)
+        seen = found.isfinite()
+        assert seen.any(-1).all()
+        bound = 2e-4 if dtype == torch.float32 else 1e-8
+        wrong = ~torch.isclose(found, expected.to(dtype), rtol=bound, atol=bound) & seen
+        # Products differ in their last bits: a number at the edge of a step may be on either side.
+        assert wrong.float().mean() < (2e-3 if dtype == torch.float32 else 1e-6), name
+
+
+def test_each_operator_has_a_number():
+    known = set(libraries.cpu().score_mod_ops.split())
+    for name, op in OPS.items():  # the score is a tile, and no value that is computed
+        for kinds, kind in op.signatures:
+            letter = (kinds[-1] if kinds else kind)[0]
+            text = f"{name}:{letter}" if kinds or name == "constant" else name
+            assert text in known or name == "score"
+    assert {"load:f", "load:i", "copy", "hide", "check", "scatter"} <= known
+
+
+@given(trees.trees("bool", scores=False))
+@settings(max_examples=60, deadline=None)
+def test_random_masks(tree):
+    """A pair has a probability where the tree is true."""
+    assume(not any(x in tree.text for x in ("tanh", "sigmoid", "exp", "cos", "sqrt", "/")))
+    traced = trace_mask_mod(tree.function)
+    sizes = trees.B, trees.H, trees.N, trees.N
+    seen = evaluate(*traced, **indices(*sizes)).expand(sizes)
+    for dtype in (torch.float32, torch.float64):
+        draw = torch.Generator().manual_seed(1)
+        q = torch.randn(trees.B, trees.H, trees.N, D, generator=draw).to(dtype)
+        lowered = lower(None, traced.program, traced.tensors, Shape(*sizes), dtype, Begin())
+        assert lowered is not None or dtype == torch.float32
+        p = fastattn.attention_weights(q, q, mask_mod=tree.function)
+        assert torch.equal(p > 0, seen), dtype
+
+
+@given(trees.trees("float", scores=True))
+@settings(max_examples=60, deadline=None)
+def test_random_scores_and_gradients(tree):
+    """Out and all gradients in float64 are those of autograd through the program."""
+    traced = trace_score_mod(tree.function, dtype=torch.float64)
+    sizes = trees.B, trees.H, trees.N, trees.N
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = torch.randn(3, *sizes[:3], D, generator=draw, dtype=torch.float64).unbind()
+    table = trees.TABLES["float"]
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), table]
+    s = evaluate(*traced, score=q @ k.mT * D**-0.5, **indices(*sizes))
+    assume(s.isfinite().all() and s.abs().max() < 1e4)
+    expected = torch.softmax(s.expand(sizes), -1) @ v
+    right = torch.autograd.grad(expected.sin().sum(), leaves, allow_unused=True)
+    assume(all(x is None or (x.isfinite().all() and x.abs().max() < 1e6) for x in right))
+    out = fastattn.attention(q, k, v, score_mod=tree.function)
+    found = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
+    for got, x in zip(found, right):
+        got, x = (torch.zeros(()) if y is None else y for y in (got, x))
+        torch.testing.assert_close(got.expand(x.shape) if x.ndim else x, x, rtol=1e-5, atol=1e-6)
+
+
+# -- bits ------------------------------------------------------------------------------------------
+
+
+def biased(name):
+    return {
+        "relative": (lambda s, b, h, i, j: s + (i - j) * 0.05, ()),
+        "a table by distance": (lambda s, b, h, i, j: s + TABLE[h, i - j + N - 1], ()),
+        "a table by distance, turned": (lambda s, b, h, i, j: s + TABLE[h, j - i + M - 1], ()),
+        "buckets": (lambda s, b, h, i, j: s + BUCKETS[((i - j).abs() // 9).clamp(max=11), h], ()),
+        "of a row": (lambda s, b, h, i, j: s - SLOPES[h] * i, ()),
+        "of a key and an item": (lambda s, b, h, i, j: s + j * (b + 1.0) * 0.01, ()),
+        "one number": (lambda s, b, h, i, j: s + 0.25, ()),
+    }[name][0]
+
+
+def materialised(function, dtype, sizes, like):
+    traced = trace_score_mod(lambda *given: function(*given), dtype=dtype)
+    found = evaluate(*traced, score=torch.zeros((), dtype=dtype), **indices(*sizes))
+    return found.to(dtype).expand(1, 1, *like).contiguous() if found.ndim == 0 else found
+
+
+BIASES = [
+    "relative", "a table by distance", "a table by distance, turned", "buckets", "of a row",
+    "of a key and an item", "one number",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [M, 3, 1])
+@pytest.mark.parametrize("isa, dtype", EVERY)
+@pytest.mark.parametrize("name", BIASES)
+def test_bits_are_those_of_the_same_bias(name, isa, dtype, rows):
+    """Out and the gradients of q, k and v."""
+    given = tensors(DTYPES[dtype], M=rows)
+    exact, function = acc_dtype(DTYPES[dtype]), biased(name)
+    mask = materialised(function, exact, (B, H, rows, N), (rows, N))
+
+    def run(**arguments):
+        out, lse = fastattn.attention(*given, return_lse=True, **arguments)
+        grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), given)
+        return out, lse, *grads
+
+    with variant(isa):
+        found, expected = run(score_mod=function), run(mask=mask)
+    for got, right in zip(found, expected):
+        if torch.equal(got, right):
+            continue
+        # Few rows with a bias of their own take another kernel than a mask that all rows share.
+        assert rows < M and dtype != "float64"
+        bound = 2e-2 if dtype == "bfloat16" else 1e-5
+        torch.testing.assert_close(got, right, rtol=bound, atol=bound)
+
+
+MASKS = {
+    "documents": lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j],
+    "documents, causal": lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j),
+    "dilated": lambda b, h, i, j: (i - j) % 3 == 0,
+    "of heads": lambda b, h, i, j: (i - j).abs() <= 20 * (h + 1),
+    "of items": lambda b, h, i, j: j < 100 + 30 * b,
+    "nothing for some rows": lambda b, h, i, j: (i % 40 > 5) & (j > 7),
+    "nothing": lambda b, h, i, j: j < 0,
+    "everything": lambda b, h, i, j: j >= 0,
+    "a chessboard of blocks": lambda b, h, i, j: (i // 32 + j // 64) % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("rows", [M, 5])
+@pytest.mark.parametrize("isa, dtype", EVERY)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_those_of_the_same_mask(name, isa, dtype, rows):
+    given, traced = tensors(DTYPES[dtype], M=rows), trace_mask_mod(MASKS[name])
+    mask = evaluate(*traced, **indices(B, H, rows, N)).expand(B, H, rows, N)
+
+    def run(**arguments):
+        out, lse = fastattn.attention(*given, return_lse=True, **arguments)
+        seen = lse > -torch.inf
+        grads = torch.autograd.grad(out.float().square().sum() + lse[seen].sum(), given)
+        return out, lse, *grads
+
+    with variant(isa):
+        for got, right in zip(run(mask_mod=MASKS[name]), run(mask=mask)):
+            bound = 2e-2 if dtype == "bfloat16" else 2e-5
+            torch.testing.assert_close(got, right, rtol=bound, atol=bound)
+
+
+def test_hidden_blocks_are_not_read():
+    """Else 0 times NaN would be NaN."""
+    q, k, v = tensors(torch.float32, M=512, N=512, grad=False)
+    v[:, :, 128:] = torch.nan
+    documents = torch.arange(512) // 128
+    out = fastattn.attention(q, k, v, mask_mod=lambda b, h, i, j: documents[i] == documents[j])
+    assert out[:, :, :128].isfinite().all() and out[:, :, 128:].isnan().all()
+
+
+# -- captured tensors ------------------------------------------------------------------------------
+
+CAPTURED = {
+    "a table by distance": lambda x: lambda s, b, h, i, j: s + x[h, i - j + N],
+    "a table by distance, turned": lambda x: lambda s, b, h, i, j: s + x[h, j - i + M],
+    "one number a head": lambda x: lambda s, b, h, i, j: s + x[h, 0] * (i - j) / 50,
+    "a scale a head": lambda x: lambda s, b, h, i, j: s * x[h, 1],
+    "of rows": lambda x: lambda s, b, h, i, j: s * x[h, i],
+    "of keys": lambda x: lambda s, b, h, i, j: s * torch.sigmoid(x[0, j]),
+    "of buckets": lambda x: lambda s, b, h, i, j: s + x[h, (i * 3 + j) % 50],
+    "two of one": lambda x: lambda s, b, h, i, j: torch.tanh(s * x[h, i]) + x[h, j] * x[1, 2],
+    "from the end": lambda x: lambda s, b, h, i, j: s + x[h, i - j],
+}
+
+
+@pytest.mark.parametrize("isa, dtype", EVERY)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_gradients_of_captured_tensors(name, isa, dtype):
+    """Against float64; the gradient of a captured tensor has its own dtype."""
+    given = tensors(DTYPES[dtype])
+    table = TABLE.clone().requires_grad_()
+
+    def loss(given, table, attention, **how):
+        out = attention(*given, score_mod=CAPTURED[name](table), causal=True, **how)
+        return (out.double() * torch.sin(torch.arange(float(N)))[:D]).sum()
+
+    with variant(isa):
+        found = torch.autograd.grad(loss(given, table, fastattn.attention), [*given, table])
+    wide = [x.detach().double().requires_grad_() for x in (*given, table)]
+
+    def exactly(q, k, v, score_mod, causal):
+        traced = trace_score_mod(score_mod, dtype=torch.float64)
+        where = indices(B, H, M, N)
+        return fastattn.reference.attention(
+            q, k, v, causal=causal, score_mod=lambda s: evaluate(*traced, score=s, **where)
+        )
+
+    right = torch.autograd.grad(loss(wide[:3], wide[3], exactly), wide)
+    bound = {"float32": 2e-4, "float64": 2e-5, "bfloat16": 5e-2}[dtype]  # the table is float32
+    for got, x in zip(found, right):
+        torch.testing.assert_close(got.double(), x, rtol=bound, atol=bound * float(x.abs().max()))
+
+
+def test_gradients_of_captured_tensors_have_one_order():
+    """The same bits on any number of threads, in more tasks than there are parts."""
+    q, k, v = torch.randn(3, 2, 4, 1200, 8, generator=G).unbind()
+    table = torch.randn(4, 2400, generator=G).requires_grad_()
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3, 8):
+            torch.set_num_threads(n)
+            out = fastattn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j])
+            found += torch.autograd.grad(out.square().sum(), table)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], x) for x in found)
+
+
+def test_a_captured_tensor_that_is_changed_raises():
+    q, k, v = tensors(torch.float32)
+    table = TABLE.clone().requires_grad_()
+    out = fastattn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j + N])
+    with torch.no_grad():
+        table.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# -- hostile ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa, dtype", EVERY)
+def test_an_index_out_of_range_raises_where_it_is_seen(isa, dtype):
+    q, k, v = tensors(DTYPES[dtype])
+    small = TABLE[:, :M].clone()
+    with variant(isa):
+        with pytest.raises(IndexError, match="out of range"):
+            fastattn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + small[h, i - j + 30])
+        hidden = lambda s, b, h, i, j: s + small[h, i - j]  # noqa: E731
+        out = fastattn.attention(q, k, v, score_mod=hidden, causal=True)
+        table = torch.cat([small, torch.zeros(H, N)], 1)
+        same = lambda s, b, h, i, j: s + table[h, (i - j).clamp(min=0)]  # noqa: E731
+        assert torch.equal(out, fastattn.attention(q, k, v, score_mod=same, causal=True))
+
+
+def test_nothing_outside_of_a_table_is_read():
+    """An operator that is called with another table than the one its program was made for."""
+    q, k, v = (x.detach() for x in tensors(torch.float32))
+    traced = trace_score_mod(lambda s, b, h, i, j: s + TABLE[h, i - j + N])
+    shape = Shape(B, H, M, N)
+    lowered = lower(traced.program, None, traced.tensors, shape, torch.float32, Begin())
+    run = torch.ops.fastattn.attention
+    room = torch.full((5,), 2.0)
+    t, o = api.prepare(q, k, v, {})
+    t, o = t._replace(captured_floats=room[1:2]), o._replace(score_mod=lowered.text)
+    out, _ = run(*flat(t, o))
+    torch.testing.assert_close(out, fastattn.attention(q, k, v))  # 2 is added to each score
+
+
+REFUSED = {
+    "no programs": ("nothing", "programs"),
+    "an unknown operator": ("captured float:1 int:1\nread float 0\n\n\n\n", "value 0"),
+    "a mask that is no bool": ("\n\ncaptured float:1 int:1\ni int\n\n", "expected bool"),
+    "other captured tensors": ("captured float:2 int:1\nscore float\n\n\n\n", "expected"),
+    "a mask that reads the score": (
+        "\n\ncaptured float:1 int:1\nscore float\nto_bool bool 0\n\n",
+        "reads the score",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_operators_refuse_other_texts(case):
+    text, said = REFUSED[case]
+    q, k, v = tensors(torch.float32, grad=False)
+    with pytest.raises(ValueError, match=said):
+        t, o = api.prepare(q, k, v, {})
+        torch.ops.fastattn.attention(*flat(t, o._replace(score_mod=text)))
+
+
+def test_programs_of_a_call_as_text():
+    traced = trace_score_mod(lambda s, b, h, i, j: s + TABLE[h, i - j + N])
+    shape = Shape(B, H, M, N)
+    text = lower(traced.program, None, traced.tensors, shape, torch.float32, Begin()).text
+    assert ModText.parse(text).text() == text
