@@ -57,7 +57,7 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
     spec, backend = planned
     if not o.grad:
         if recording():
-            return recorded(op, "", op.forward, (backend, spec, t), t, o)
+            return recorded(op, "", op.forward, (backend, spec, t), flat(t, o))
         return op.forward(backend, spec, t)
     # Only up to the last tensor that is given: autograd takes time for each argument, even None.
     differentiable = _attention if op is ATTENTION else _weights
@@ -105,7 +105,7 @@ class Attention(torch.autograd.Function):
         op, o, t, kind_of_tensors, planned = call
         spec, backend = planned
         if recording():
-            outs = recorded(op, "", op.forward, (backend, spec, t), t, o)
+            outs = recorded(op, "", op.forward, (backend, spec, t), flat(t, o))
         else:
             outs = op.forward(backend, spec, t)
         ctx.save_for_backward(*tensors, *outs)

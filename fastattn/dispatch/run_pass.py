@@ -33,7 +33,7 @@ def forward(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     if kind_of_tensors is None:
         return call_via_operator(op, t, o)
     if recording():
-        return recorded(op, "", run_forward, (op, t, o, kind_of_tensors), t, o)
+        return recorded(op, "", run_forward, (op, t, o, kind_of_tensors), flat(t, o))
     return run_forward(op, t, o, kind_of_tensors)
 
 
