@@ -72,6 +72,10 @@ def test_indices_out_of_range(name):
     program = ModText.parse(found.text).outside
     if outside is None:
         assert program is None
+        added = ModText.parse(found.text).score
+        got = evaluate(added, flat(found), score=SCORES, **INDICES)
+        traced = trace_score_mod(lambda s, *given: s + function(*given), dtype=torch.float64)
+        assert torch.equal(got, evaluate(*traced, score=SCORES, **INDICES))
         return
     got = evaluate(program, flat(found), **INDICES).expand(SIZES)
     right = outside(INDICES["i"], INDICES["j"])
