@@ -626,13 +626,22 @@ def _with_functions(
         device,
         Begin(o.at_item, o.at_head, o.at_row, o.at_key),
     )
-    lowered = found.lowered(o.softcap) if runs_programs(device, o.backend) else None
-    if lowered is None:
-        t = t._replace(mask=_mask_of(found, t.mask, o))
+    rest = found.rest(o.softcap)
+    lowered = found.lowered(rest) if runs_programs(device, o.backend) else None
+    if lowered is not None:
+        t, o = _with_captured(t, lowered), o._replace(score_mod=lowered.text, softcap=rest.softcap)
+    elif rest.score is None:
+        t = t._replace(mask=_mask_of(found, t.mask))
+        o = o._replace(softcap=rest.softcap)
+    elif found.sum is not None and o.softcap is None:
+        t = t._replace(mask=_mask_of(found, t.mask))
+        o = o._replace(softcap=found.sum.softcap)
     else:
-        t = _with_captured(t, lowered)
-        softcap = None if score_mod is not None else o.softcap
-        o = o._replace(score_mod=lowered.text, softcap=softcap)
+        raise NotImplementedError(
+            "score_mod: the kernels of this device run no programs, and a score_mod that is not "
+            "softcap(score) + f(b, h, i, j), without a softcap after it, amounts to no mask: "
+            "fastattn.flex_attention runs it on the oracle"
+        )
     return t, o, o._replace(grad=True)
 
 
@@ -640,15 +649,8 @@ def _with_captured(t: Tensors, mod: Lowered) -> Tensors:
     return t._replace(captured_floats=mod.floats, captured_ints=mod.ints, mask_blocks=mod.blocks)
 
 
-def _mask_of(found: ModCall, mask: Tensor | None, o: Options) -> Tensor | None:
-    """The mask of a call, with what its functions amount to."""
-    parts = found.sum
-    if parts is None or parts.softcap is not None or (parts.bias is not None and o.softcap):
-        raise NotImplementedError(
-            "score_mod: the kernels of this device run no programs, and a score_mod that is not "
-            "score + f(b, h, i, j) before the softcap amounts to no mask: "
-            "fastattn.flex_attention runs it on the oracle"
-        )
+def _mask_of(found: ModCall, mask: Tensor | None) -> Tensor | None:
+    """The mask of a call, with what its functions, which are a sum, add and hide."""
     shown = found.masks()["mask"]
     bias = found.bias(None)
     if bias is not None:

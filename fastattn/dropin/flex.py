@@ -183,8 +183,10 @@ def flex_attention(
     scale = reference.scale_of(query.shape[-1], scale)
     with torch.autocast(device.type, enabled=False) if casts else nullcontext():
         rest: dict[str, Any] = dict(scale=scale, sinks=sinks, dropout_p=dropout_p, seed=seed)
-        lowered = call.lowered() if runs_programs(device, backend) else None
+        left = call.rest()
+        lowered = call.lowered(left) if runs_programs(device, backend) else None
         if lowered is not None:
+            rest["softcap"] = left.softcap
             out, lse = _in_kernels(call, lowered, query, key, value, backend=backend, **rest)
         elif call.sum is None:
             out, lse = _on_the_oracle(call, query, key, value, backend, **rest)
@@ -202,11 +204,8 @@ def _in_kernels(
     call: ModCall, lowered: Lowered, query: Tensor, key: Tensor, value: Tensor, **rest: Any
 ) -> tuple[Tensor, Tensor]:
     """The output and the LSE, by kernels that run the programs."""
-    found, parts = call.structure, call.sum
-    given: dict[str, Any] = dict(window=found.band, key_lengths=found.key_lengths)
-    given["alibi_slopes"] = found.alibi
-    if parts is not None and parts.bias is None:
-        given["softcap"] = parts.softcap
+    found = call.structure
+    given = dict(window=found.band, key_lengths=found.key_lengths, alibi_slopes=found.alibi)
     try:
         return _attend(query, key, value, mod=lowered, **given, **rest)
     except IndexError:

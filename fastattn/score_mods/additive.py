@@ -8,6 +8,7 @@ from .program import Program, Value, part
 from .recognition import cap_at
 
 HIDDEN = -float("inf")
+Captured = tuple[tuple[str, int], ...]  # as `Program.captured`
 
 
 class Sum(NamedTuple):
@@ -22,18 +23,18 @@ class Sum(NamedTuple):
     bias: Program | None = None
     mask: Program | None = None
 
-    def program(self) -> Program | None:
-        """softcap(score) + bias as a program; None if there is no bias."""
-        if self.bias is None:
-            return None
-        score = Program((Value("score"),), self.bias.captured)
+    def program(self, captured: Captured) -> Program:
+        """softcap(score) + bias as a program with these captured tensors."""
+        score = Program((Value("score"),), captured)
         if self.softcap is not None:
             score = capped(score, self.softcap)
+        if self.bias is None:
+            return score
         values, first = [*score.values], len(score.values)
         for x in self.bias.values:
             values.append(x._replace(args=tuple(at + first for at in x.args)))
         values.append(Value("add", (first - 1, len(values) - 1)))
-        return Program(tuple(values), self.bias.captured)
+        return Program(tuple(values), captured)
 
 
 def capped(program: Program, cap: float) -> Program:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ Bounds = tuple[float, float] | None  # of finite values; None: not known
 Ints = dict[int, tuple[int, int]]  # of each captured tensor of whole numbers, by its number
 
 
-def extremes(tensors: Sequence[Tensor]) -> Ints:
+def extremes(tensors: Mapping[int, Tensor]) -> Ints:
     """The least and the largest element of each tensor of whole numbers. Values are read."""
     found = {}
-    for at, x in enumerate(tensors):
+    for at, x in tensors.items():
         if x.is_floating_point() or not x.numel():
             continue
         lo, hi = (False, True) if x.dtype == torch.bool else x.detach().aminmax()

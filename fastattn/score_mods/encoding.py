@@ -70,8 +70,17 @@ def encode(text: str, floats: int, ints: int, operators: str) -> array[int]:
         floats: How many captured floats there are.
         ints: The same of ints.
         operators: The names of the operators in the order of their numbers, with spaces between.
+
+    Raises:
+        ValueError: The text is of no programs, or these load from a tensor without numbers.
     """
     programs = ModText.parse(text)
+    for value in (x for program in programs if program for x in program.values):
+        if value.op == "load" and not (floats, ints)[value.tensor or 0]:
+            raise ValueError(
+                f"captured_{('floats', 'ints')[value.tensor or 0]}: got no number, expected those "
+                "that the programs of score_mod load"
+            )
     code = _Code({name: at for at, name in enumerate(operators.split())})
     lists, has_derivative, reads = [], False, False
     if programs.score is None:

@@ -83,7 +83,7 @@ def lower(
         return None
     ends = (x + max(n, 1) - 1 for x, n in zip(begin, shape))
     inputs = dict(zip("bhij", zip(begin, ends)))
-    known = extremes([tensors[x] if x in used else tensors[x][:0] for x in range(len(tensors))])
+    known = extremes({x: tensors[x] for x in used})
     flat, outside = [], _Outside()
     for program in (score, mask):
         flat.append(None if program is None else table.flattened(program, inputs, known, outside))

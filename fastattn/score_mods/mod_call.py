@@ -21,6 +21,15 @@ from .recognition import Shape, Structure, recognise
 from .tracing import Traced, merge
 
 
+class Rest(NamedTuple):
+    """A score_mod and a mask_mod as programs, and a softcap that is an argument of `attention`. If
+    there is a program of the score_mod, it contains the softcap that follows it."""
+
+    score: Program | None
+    mask: Program | None
+    softcap: float | None
+
+
 class ModCall(NamedTuple):
     """The programs of a call, what was recognised in them, and their arguments.
 
@@ -65,27 +74,36 @@ class ModCall(NamedTuple):
             found, parts = found._replace(alibi=None), as_sum(score)
         if found.band is not None and any(x is not None and x < 0 for x in found.band):
             found = found._replace(band=None, key_lengths=None, mask=mask)  # no window begins there
-        if parts is not None and parts.mask is not None:
-            found = found._replace(mask=conjunction(found.mask, parts.mask))
         given = sizes, begin or Begin(), dtype, device
         return cls(score, mask, tensors, parts, found, *given)
 
-    def lowered(self, softcap: float | None = None) -> Lowered | None:
-        """The programs as kernels run them, without what is an argument of `attention`. None if
-        another form serves: there is no program left, or it does not suit.
+    def shown(self) -> Program | None:
+        """What the mask_mod shows and a score_mod that is a sum does not hide, as a program."""
+        return conjunction(self.structure.mask, None if self.sum is None else self.sum.mask)
 
-        softcap: one that follows the score_mod.
+    def rest(self, softcap: float | None = None) -> Rest:
+        """What is left after the arguments that were recognised.
+
+        softcap: the call's own, which follows the score_mod.
         """
-        if self.device.type != "cpu":
-            return None
-        score = self.score if self.sum is None else self.sum.program()
-        mask = self.structure.mask
-        if score is None and mask is None:
-            return None
+        parts, mask = self.sum, self.structure.mask
+        score = self.score
+        if parts is not None and not (parts.mask is not None and softcap is not None):
+            # Else the score_mod stays whole: a softcap makes finite scores of those that it hides.
+            mask = self.shown()
+            if parts.bias is None and None in (parts.softcap, softcap):
+                return Rest(None, mask, parts.softcap if softcap is None else softcap)
+            score = parts.program(() if self.score is None else self.score.captured)
         if score is not None and softcap is not None:
             score = capped(score, softcap)
+        return Rest(score, mask, None)
+
+    def lowered(self, rest: Rest) -> Lowered | None:
+        """Its programs as kernels run them. None if there is none, or if a mask serves better."""
+        if rest.score is None and rest.mask is None:
+            return None
         try:
-            return lower(score, mask, self.tensors, self.sizes, self.dtype, self.begin)
+            return lower(*rest[:2], self.tensors, self.sizes, self.dtype, self.begin)
         except RuntimeError:  # under vmap, or of tensors without data: values are not known
             return None
 
@@ -123,8 +141,8 @@ class ModCall(NamedTuple):
 
     def masks(self) -> dict[str, Any]:
         """What the mask_mod amounts to, as arguments."""
-        found = self.structure
-        mask = None if found.mask is None else self.value(found.mask)
+        found, shown = self.structure, self.shown()
+        mask = None if shown is None else self.value(shown)
         return dict(window=found.band, key_lengths=found.key_lengths, mask=mask)
 
     def bias(self, mask: Tensor | None) -> Tensor | None:

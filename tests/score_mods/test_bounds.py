@@ -18,7 +18,7 @@ INDICES = {
 
 def check(traced):
     tensors = [x.detach() for x in traced.tensors]
-    found = bounds(traced.program, INPUTS, extremes(tensors))
+    found = bounds(traced.program, INPUTS, extremes(dict(enumerate(tensors))))
     values = evaluate_all(traced.program, tensors, score=torch.randn(B, H, N, N), **INDICES)
     for value, limits, x in zip(traced.program.values, found, values):
         if limits is None:

@@ -90,6 +90,17 @@ def test_both_functions_are_checked():
     assert torch.equal(got, ((INDICES["i"] >= 5) | (INDICES["j"] >= 5)).expand(SIZES))
 
 
+def test_captured_numbers_that_no_program_loads():
+    """Of a whole call's captured tensors, some may be of no dimension."""
+    number = torch.tensor(3)
+    programs = merge(
+        trace_score_mod(lambda s, b, h, i, j: s + TABLE[0, i % 5]),
+        trace_mask_mod(lambda b, h, i, j: i + number[None][0] >= j),
+    )
+    found = lower(programs[0], None, programs[2], SIZES, torch.float32, Begin())
+    assert found is not None and found.ints is None
+
+
 def test_an_empty_table_has_no_index():
     empty = torch.zeros(0)
     found = lowered(lambda s, b, h, i, j: s + empty[i])

@@ -100,6 +100,34 @@ def test_every_argument(name, functions, backend, monkeypatch):
         torch.testing.assert_close(got, x, rtol=1e-7, atol=1e-8)
 
 
+OF_FORMS = {  # score_mods of the forms that are taken apart
+    "as it is": lambda s, b, h, i, j: s,
+    "a cap": lambda s, b, h, i, j: 2 * torch.tanh(s / 2),
+    "a bias": lambda s, b, h, i, j: s + TABLE[h, i - j + N],
+    "a cap and a bias": lambda s, b, h, i, j: 2 * torch.tanh(s / 2) + (i - j) * 0.1,
+    "hidden keys": lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf")),
+    "hidden keys and a bias": lambda s, b, h, i, j: torch.where(i >= j, s + j * 0.1, -float("inf")),
+}
+
+
+@pytest.mark.parametrize("form", ["programs", "masks"])
+@pytest.mark.parametrize("masked", [False, True], ids=["alone", "mask_mod"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("name", OF_FORMS)
+def test_a_softcap_follows_each_form(name, softcap, masked, form, monkeypatch):
+    """It is never dropped. -inf is no hidden key for a softcap: it becomes -softcap."""
+    if form == "masks":  # as on a GPU
+        monkeypatch.setattr(api, "runs_programs", lambda *given: False)
+    functions = dict(score_mod=OF_FORMS[name], mask_mod=shown if masked else None)
+    given = [x * 3 for x in tensors()]
+    try:
+        found = fastattn.attention(*given, softcap=softcap, **functions)
+    except NotImplementedError as error:
+        assert form == "masks" and softcap and name != "as it is", error
+        return
+    torch.testing.assert_close(found, exact(*given, softcap=softcap, **functions))
+
+
 @pytest.mark.parametrize("name", ["nothing", "softcap", "all"])
 def test_weights(name):
     arguments = BESIDE[name]

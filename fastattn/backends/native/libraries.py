@@ -46,13 +46,13 @@ DTYPE = {
     torch.float8_e5m2: 7,
 }
 
-# The fields of FaCall. Each number is 8 bytes, so the struct has no padding.
-# The fields of FaScoreMod, after those of FaParams and the sizes.
+# The fields of FaScoreMod, the last of FaCall.
 MOD_POINTERS = ("code", "floats", "ints", "dfloats", "outside")
 MOD_TENSOR = "classes"
 MOD = (*MOD_POINTERS, MOD_TENSOR)
 OWN = [a for a in ARGUMENTS.values() if a.field not in MOD]
 OWN_DIFFERENTIABLE = [a.field for a in OWN if a.gradient]
+# The other fields of FaCall. Each number is 8 bytes, so the struct has no padding.
 TENSORS = (
     *(a.field for a in OWN if a.passed_as != "pointer"),
     *("out", "weights"),
