@@ -536,8 +536,8 @@ an exact multiple falls below: cpu/score/score_mod.h: score_mods
 -q[l] = I(std::floor((double(x[l]) + 0.5) * inverse));
 +q[l] = I(std::floor((double(x[l]) - 0.5) * inverse));
 remainders are by one more: cpu/score/score_mod.h: score_mods
--I(x[l] - d * I(
-+I(x[l] - (d + 1) * I(
+-d == VI{} ? VI{} : x - q * d;
++d == VI{} ? VI{} : x - q * (d + 1);
 a turned table is not turned: cpu/score/score_mod.h: score_mods
 -found[l] = turned[W - 1 - l];
 +found[l] = turned[l];

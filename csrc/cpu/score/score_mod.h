@@ -160,8 +160,8 @@ struct ScoreMod {
     const auto single = [&](int x) {
       return [in = s.in[x]](int64_t r, int64_t) { return splat(in.template row<A>(r)[0]); };
     };
-    if (s.in[0].splat)
-      s.in[1].splat ? all(single(0), single(1)) : all(single(0), vector(1));
+    if (s.in[0].splat)  // then the other one is not: `step_of`
+      all(single(0), vector(1));
     else
       s.in[1].splat ? all(vector(0), single(1)) : all(vector(0), vector(1));
   }
@@ -210,48 +210,32 @@ struct ScoreMod {
     const I q = x / d;
     return x % d != 0 && (x < 0) != (d < 0) ? q - 1 : q;
   }
-  // By one divisor for all lanes: a shift, or an exact product in double: |x| < 2^31, so x + 1/2 is
-  // at least 1 / (2 d) away from a multiple of d, and the product is wrong by less than 2^-20 / d.
-  static void floor_div_by(const Step& s, I d) {
-    if (d > 0 && (d & (d - 1)) == 0) {
-      const int shift = __builtin_ctzll(static_cast<unsigned long long>(d));
-      return one<I, I>(s, [&](VI x) { return x >> shift; });
-    }
-    if constexpr (sizeof(I) == 4) {
-      if (d > 0) {
+  // f(x, floor(x / d), d) for each x. One divisor for all lanes is a shift, or an exact product in
+  // double: |x| < 2^31, so x + 1/2 is at least 1 / (2 d) away from a multiple of d, and the product
+  // is wrong by less than 2^-20 / d.
+  template <class F>
+  static FA_INLINE void divide(const Step& s, F f) {
+    const In& by = s.in[1];
+    const I d = by.template row<I>(0)[0];
+    if (by.splat && (s.rows == 1 || by.step == 0) && d > 0) {
+      if ((d & (d - 1)) == 0) {
+        const int shift = __builtin_ctzll(static_cast<unsigned long long>(d));
+        return one<I, I>(s, [&](VI x) { return f(x, VI(x >> shift), splat(d)); });
+      }
+      if constexpr (sizeof(I) == 4) {
         const double inverse = 1.0 / d;
         return one<I, I>(s, [&](VI x) {
           I q[W];
           for (int l = 0; l < W; ++l) q[l] = I(std::floor((double(x[l]) + 0.5) * inverse));
-          return load(q);
+          return f(x, load(q), splat(d));
         });
       }
     }
-    each<I>(s, [&](I x) { return floor_divided(x, d); });
-  }
-  static void floor_div(const Step& s) {
-    if (s.in[1].splat && s.rows == 1) return floor_div_by(s, s.in[1].template row<I>(0)[0]);
-    if (s.in[1].splat && s.in[1].step == 0) return floor_div_by(s, s.in[1].template row<I>(0)[0]);
-    each_two<I>(s, floor_divided);
-  }
-  static void remainder(const Step& s) {
-    const auto rest = [](I x, I d) { return d == 0 ? I(0) : I(x - floor_divided(x, d) * d); };
-    if (!s.in[1].splat || (s.rows > 1 && s.in[1].step != 0)) return each_two<I>(s, rest);
-    const I d = s.in[1].template row<I>(0)[0];
-    if (d > 0 && (d & (d - 1)) == 0)
-      return one<I, I>(s, [&](VI x) { return x & VI(splat(I(d - 1))); });
-    if constexpr (sizeof(I) == 4) {
-      if (d > 0) {
-        const double inverse = 1.0 / d;
-        return one<I, I>(s, [&](VI x) {
-          I q[W];
-          for (int l = 0; l < W; ++l)
-            q[l] = I(x[l] - d * I(std::floor((double(x[l]) + 0.5) * inverse)));
-          return load(q);
-        });
-      }
-    }
-    each<I>(s, [&](I x) { return rest(x, d); });
+    two<I, I>(s, [&](VI x, VI divisor) {
+      VI q;
+      for (int l = 0; l < W; ++l) q[l] = floor_divided(x[l], divisor[l]);
+      return f(x, q, divisor);
+    });
   }
   // As torch's.
   static R remainder_of(R a, R b) {
@@ -398,7 +382,8 @@ struct ScoreMod {
     for (int k = 0; k < 3; ++k) {
       const auto in = ModClass(x.in[k].of);
       const int64_t step = in == ModClass::tile ? call.lanes : in == ModClass::key ? 1 : 0;
-      const bool single = in == ModClass::uniform || (in == ModClass::key && of != ModClass::key);
+      // One number for all lanes; a uniform value is stored as a vector, as a uniform result reads it.
+      const bool single = in != of && (in == ModClass::uniform || in == ModClass::key);
       const int8_t tile = x.in[k].slot < 3 ? int8_t(x.in[k].slot) : int8_t(-1);
       s.in[k] = {slot(call, code, x.in[k].slot), step, single, tile};
     }
@@ -498,9 +483,9 @@ struct ScoreMod {
         FA_TWO(maximum_i, I, I, a > b ? a : b)
         FA_ONE(sign_i, I, I, VI(a < VI{}) - VI(a > VI{}))
       case ScoreModOp::floor_div_i:
-        return floor_div(s);
+        return divide(s, [](VI, VI q, VI) { return q; });
       case ScoreModOp::remainder_i:
-        return remainder(s);
+        return divide(s, [](VI x, VI q, VI d) { return d == VI{} ? VI{} : x - q * d; });
       case ScoreModOp::shift_left_i:
         return each_two<I>(s,
                            [](I a, I b) { return I(a << std::clamp<I>(b, 0, 8 * sizeof(I) - 1)); });
