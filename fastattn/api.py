@@ -16,6 +16,7 @@ from typing_extensions import Unpack  # torch depends on it
 
 from .backends.native.libraries import cpu_unavailable
 from .backends.per_sequence import longest
+from .backends.triton_support.runtime import unavailable as triton_unavailable
 from .call.argument_hints import unknown_argument
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
 from .call.place import EVERYTHING, NUMBERS, Place
@@ -170,8 +171,9 @@ def attention(
         score_mod: A function (score, b, h, i, j) -> score of 0-d tensors, after the scale and
             before softcap, as torch's flex_attention has it; see `flex_attention` for what it may
             do. b, h, i and j count in the larger call with place. Floating tensors that it captures
-            have gradients: the first, in reverse mode. CPU kernels run it on each score; other
-            backends take what it adds to the score as a mask, and decline others.
+            have gradients: the first, in reverse mode. The kernels of the CPU and of Triton run it
+            on each score, Triton's without gradients of what it captures; elsewhere what it adds to
+            the score becomes a mask, and other functions raise NotImplementedError.
         mask_mod: A function (b, h, i, j) -> bool, True where row i may attend to key j. It hides
             after all other stages. Keys that it hides in whole blocks are skipped.
         row_invariant: If True, the bits of a row do not depend on the number of rows in the call:
@@ -599,9 +601,14 @@ def prepare_packed(
     return t, o
 
 
-def runs_programs(device: torch.device, backend: str | None) -> bool:
-    """True if the CPU's kernels, which run programs, run calls on this device and backend."""
-    return device.type == "cpu" and backend in (None, "", "cpu") and cpu_unavailable() is None
+def runs_programs(device: torch.device, backend: str | None, trains_captured: bool) -> bool:
+    """True if kernels that run programs, the CPU's or Triton's, run calls on this device and
+    backend. Triton's have no gradient of captured tensors."""
+    if device.type == "cpu" and backend in (None, "", "cpu"):
+        return cpu_unavailable() is None
+    interpreted = device.type == "cpu" and backend == "triton"
+    on_gpu = device.type == "cuda" and backend in (None, "", "triton")
+    return (interpreted or on_gpu) and not trains_captured and triton_unavailable() is None
 
 
 @library_ops.opaque_to_dynamo  # compiled code has a graph break here
@@ -627,7 +634,8 @@ def _with_functions(
         Begin(o.at_item, o.at_head, o.at_row, o.at_key),
     )
     rest = found.rest(o.softcap)
-    lowered = found.lowered(rest) if runs_programs(device, o.backend) else None
+    runs = runs_programs(device, o.backend, found.trains_captured())
+    lowered = found.lowered(rest) if runs else None
     if lowered is not None:
         t, o = _with_captured(t, lowered), o._replace(score_mod=lowered.text, softcap=rest.softcap)
     elif rest.score is None:

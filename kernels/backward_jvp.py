@@ -97,7 +97,7 @@ def gradients_t(
     ds = p * (dp - delta)
     ds_t = ds * rate + p * (dp_t - delta_t)
     dqk, dqk_t = ds * phi, ds_t * phi
-    if F.softcap:
+    if F.softcap or F.score_mod is not None:
         dqk_t += ds * phi_t
     dropped_t = tl.where(live, dropped * rate, 0.0)
     dqk, dqk_t = tl.where(live, dqk, 0.0), tl.where(live, dqk_t, 0.0)

@@ -1,5 +1,6 @@
-"""Block masks of a dense mask, as in FlexAttention (Dong et al. 2024): which blocks each tile
-visits. `block_mask_kernel` computes them from the mask before a pass; `of_part` reads them.
+"""Block masks of a dense mask and of a mask_mod, as in FlexAttention (Dong et al. 2024): which
+blocks each tile visits. `block_mask_kernel` computes them before a pass, from the mask and by the
+mask_mod of every pair; `of_part` reads them. Nothing of size M x N is stored.
 
 A tile of rows, or of keys, has an ordered list of the blocks of which it sees anything. Blocks in
 which something besides the mask (the band, a length) may hide come first and last. Among the others
@@ -18,6 +19,7 @@ from .score import (
     Blocks,
     Keys,
     call_of,
+    indices,
     item_of,
     key_range,
     row_range,
@@ -44,13 +46,22 @@ class BlockMask(NamedTuple):
 
 
 @triton.jit
-def added(at, there, F: tl.constexpr):
-    """The mask's addition to scores: -inf outside the mask, and 1 for NaN, which hides nothing."""
-    if F.mask == "bool":
-        return tl.where(tl.load(at, mask=there, other=0) != 0, 0.0, float("-inf"))
-    else:
-        x = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
-        return tl.where(x == x, x, 1.0)
+def added(rows, keys, call, extras, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """(BM, BN): what the mask adds to scores: -inf outside the mask and where a mask_mod hides, and
+    1 for NaN, which hides nothing."""
+    there = tl.broadcast_to(keys.j < call.N, [BM, BN])
+    x = tl.where(there, 0.0, float("-inf"))
+    if F.mask != "":
+        at = rows.mask + keys.j.to(tl.int64) * extras.mask.sd
+        if F.mask == "bool":
+            x = tl.where(tl.load(at, mask=keys.j < call.N, other=0) != 0, x, float("-inf"))
+        else:
+            found = tl.load(at, mask=keys.j < call.N, other=float("-inf")).to(tl.float32)
+            x += tl.where(found == found, found, 1.0)
+    if F.mask_mod is not None:
+        b, h, i, j = indices(rows, keys, call, extras, F)
+        x = tl.where(F.mask_mod(b, h, i, j, extras.captured), x, float("-inf"))
+    return x
 
 
 @triton.jit
@@ -110,14 +121,16 @@ def block_mask_kernel(
             i0 = block * STEP
         else:
             j0 = block * STEP
-        i, j = i0 + tl.arange(0, T.BM), (j0 + tl.arange(0, T.BN))[None, :]
-        rows = rows_of(i[:, None], h, item, call, extras, F)
-        x = added(rows.mask + j.to(tl.int64) * extras.mask.sd, j < call.N, F)
+        i = i0 + tl.arange(0, T.BM)
+        # Rows past the end are as the last row: they show no more than it does.
+        rows = rows_of(tl.minimum(i, call.M - 1)[:, None], h, item, call, extras, F)
+        keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
+        x = added(rows, keys, call, extras, F, T.BM, T.BN)
         most, least = tl.max(x, 1), tl.min(x, 1)
         if BOTH:
             seen = most
             if F.left or F.right or F.lengths:
-                near = visible(rows, Keys(j0, j), item, call, F)
+                near = visible(rows, keys, item, call, F)
                 seen = tl.max(tl.where(near, x, float("-inf")), 1)
             sight = tl.maximum(sight, seen)
         if F.mask == "add" and KEYS:

@@ -3,7 +3,7 @@
 Forward, backward, decode and weights call the same functions, so a feature is written once:
 
     where   `key_range` and `row_range` skip blocks; `visible` is exact
-    what    `score`: scale, softcap, ALiBi, mask, in this order
+    what    `score`: scale, score_mod, softcap, ALiBi, mask, mask_mod, in this order
     after   `kept`: dropout's draws
 
 If nothing but ALiBi is added to the logits (`F.scaled`), a score is q.k, or with softcap its tanh,
@@ -53,6 +53,11 @@ class Flags(NamedTuple):
     tma: bool = False  # q, k, v and dout are read through tensor descriptors
     kept: str = ""  # 8-bit format of keys and values: "int8", "e4m3fn" or "e5m2"
     in_order: bool = False  # keys in memory order, independent of the rows that share a tile
+    # Functions made of the call's programs (program_source.py), or None. A score_mod contains the
+    # softcap that follows it.
+    score_mod: Any = None  # (s, b, h, i, j, captured) -> s and its derivative
+    bend: Any = None  # the same arguments -> the second derivative
+    mask_mod: Any = None  # (b, h, i, j, captured) -> whether the pair is seen
 
 
 class Tile(NamedTuple):
@@ -148,7 +153,18 @@ class Extras(NamedTuple):
     dropout_head_period: Any = (
         None  # kernels are compiled for special values, but these do not grow
     )
+    captured: Any = None  # Captured, of a score_mod and a mask_mod
     nothing: Any = None  # Triton 3.6 loses nested constants of a tuple without one of its own
+
+
+class Captured(NamedTuple):
+    """The numbers that a score_mod and a mask_mod capture, each kind in one flat tensor or None."""
+
+    floats: Any  # (n_floats,) float32
+    ints: Any  # (n_ints,) int64
+    n_floats: Any
+    n_ints: Any
+    nothing: Any = None  # as in Extras
 
 
 class Item(NamedTuple):
@@ -178,6 +194,7 @@ class Rows(NamedTuple):
 
     i: Any
     at: Any  # i' = i + diagonal
+    b: Any  # their item
     h: Any  # their heads: one, or in decode one for each row
     slope: Any
     mask: Any  # the first element of each row of the mask
@@ -242,7 +259,7 @@ def rows_of(i, h, item, call, extras, F: tl.constexpr):
         if F.mask_rows:
             # Rows past the end read the last row's mask, so that loads need no bounds.
             mask += tl.minimum(i, call.M - 1).to(tl.int64) * extras.mask.sm
-    return Rows(i, i + item.diagonal, h, slope, mask)
+    return Rows(i, i + item.diagonal, item.b, h, slope, mask)
 
 
 # ------------------------------------------------------------------------------------------- where
@@ -397,6 +414,9 @@ def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
         derivative = 1 - s * s
     if not F.scaled:
         s *= call.reals.softcap if F.softcap else call.reals.scale
+    if F.score_mod is not None:
+        b, h, i, j = indices(rows, keys, call, extras, F)
+        s, derivative = F.score_mod(s, b, h, i, j, extras.captured)
     if F.alibi:
         # Relative to the tile's first key: exact in float32 for rows and keys near each other.
         at, j = (rows.at - keys.first).to(tl.float32), (keys.j - keys.first).to(tl.float32)
@@ -411,7 +431,23 @@ def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
                 derivative = tl.where(seen, derivative, 0.0)
         else:
             s += found.to(tl.float32)
+    if F.mask_mod is not None and not (F.block_mask and PART == WHOLE):
+        b, h, i, j = indices(rows, keys, call, extras, F)
+        seen = F.mask_mod(b, h, i, j, extras.captured)
+        s = tl.where(seen, s, float("-inf"))
+        if F.softcap or F.score_mod is not None:
+            derivative = tl.where(seen, derivative, 0.0)
     return s, derivative
+
+
+@triton.jit
+def indices(rows, keys, call, extras, F: tl.constexpr):
+    """b, h, i and j as a score_mod has them: those of the larger call."""
+    h, b = drawn(rows.h, rows.b, call, extras, F)
+    i, j = rows.i, keys.j
+    if F.place:
+        i, j = i + call.at_row, j + call.at_key
+    return b, h, i, j
 
 
 @triton.jit
@@ -481,8 +517,8 @@ def statistics(of_rows, at, h, i, call, F: tl.constexpr):
 
 @triton.jit
 def drawn(h, b, call, extras, F: tl.constexpr):
-    """The head and item indices for dropout's counters. Computed once for all tiles of a pass,
-    because it divides. h: one, or (BM, 1)."""
+    """The head and item indices in the larger call, for dropout's counters and for programs.
+    Computed once for all tiles of a pass, because it divides. h: one, or (BM, 1)."""
     if extras.dropout_head_period is not None:
         h %= extras.dropout_head_period
     if extras.dropout_batch_period is not None:

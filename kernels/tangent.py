@@ -5,6 +5,8 @@ x_t is the tangent of x, in the direction of the tangents of a call's tensors. F
     s_t = scale (q_t.k + q.k_t) phi + mask_t,   phi = d logit / d (scale q.k)
     phi_t = -2 / softcap tanh phi scale (q_t.k + q.k_t)
 
+With a score_mod, phi is its derivative and phi_t its second one times scale (q_t.k + q.k_t).
+
 A tensor without a tangent has None, known at compile time: it costs no load and no product.
 """
 
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .score import EDGES, LOG2E, LOG2E_REST, probability, score, tanh, visible
+from .score import EDGES, LOG2E, LOG2E_REST, indices, probability, score, tanh, visible
 from .tile import dot, fma, head_of, load
 
 
@@ -79,6 +81,10 @@ def moved_scores(
     if F.softcap:  # the tanh of `score` again: the compiler computes it once
         bent = tanh(qk * call.reals.per_softcap)
         phi_t = -(call.reals.per_softcap / LOG2E) * bent * phi * qk_t
+    if F.score_mod is not None:
+        b, h, i, j = indices(rows, keys, call, extras, F)
+        bent = F.bend(qk * call.reals.scale, b, h, i, j, extras.captured)
+        phi_t = bent * (call.reals.scale * qk_t)
     if mask_t is not None:
         s_t += moved_mask(mask_t, rows, keys, item, call, F, MASKED)
     return p, s_t, phi, phi_t

@@ -59,7 +59,7 @@ class KernelCase(NamedTuple):
     arch: int
     dtype: str
     head_dim: int
-    variant: str  # of VARIANTS
+    variant: str  # of ALL_VARIANTS
 
     def __str__(self) -> str:
         return f"sm_{self.arch} {self.dtype} D{self.head_dim} {self.variant}"
@@ -132,6 +132,21 @@ def shared_mask(B: int, H: int, M: int, N: int) -> dict[str, Any]:
     return dict(mask=torch.empty((1, 1, M, N), device="meta", dtype=torch.bfloat16))
 
 
+def programs(B: int, H: int, M: int, N: int) -> dict[str, Any]:
+    """A score_mod with a table and a derivative of its own, and a mask_mod that skips blocks."""
+    from fastattn.score_mods.lowering import Begin, lower
+    from fastattn.score_mods.recognition import Shape
+    from fastattn.score_mods.tracing import merge, trace_mask_mod, trace_score_mod
+
+    table = torch.zeros(H, 2 * N)
+    score = trace_score_mod(lambda s, b, h, i, j: 20 * torch.tanh((s + table[h, i - j + N]) / 20))
+    mask = trace_mask_mod(lambda b, h, i, j: (i >= j) & ((i - j < 512) | (j < 16)))
+    made = lower(*merge(score, mask), Shape(B, H, M, N), torch.float32, Begin())
+    assert made is not None
+    floats = torch.empty(table.numel(), device="meta", dtype=torch.float32)
+    return dict(score_mod=made.text, captured_floats=floats)
+
+
 VARIANTS = {
     "plain": Variant(lambda *sizes: {}),
     "causal": Variant(lambda *sizes: dict(causal="top_left", Hk=2), PAIR),
@@ -151,6 +166,12 @@ VARIANTS = {
     "tangents": Variant(lambda *sizes: dict(causal="top_left", Hk=2), MOVED, True),
     "tangents-all": Variant(everything, (*MOVED, "dmask_t"), True),
 }
+# Of programs there is any number: these stand for them, and are compiled if --variant names them.
+ON_REQUEST = {
+    "functions": Variant(programs, (*PAIR, "block_mask", "block_mask keys", "split")),
+    "tangents-functions": Variant(programs, MOVED, True),
+}
+ALL_VARIANTS = VARIANTS | ON_REQUEST
 
 
 def cases(
@@ -159,14 +180,18 @@ def cases(
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[KernelCase]:
     for case in map(KernelCase._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
-        absent = (*ONE, "block mask", "packed", "paged") if case.dtype == "float32" else ("tf32",)
-        if case.variant not in absent and not (VARIANTS[case.variant].tangents and rare(case)):
+        absent = (
+            (*ONE, "block mask", "functions", "packed", "paged")
+            if case.dtype == "float32"
+            else ("tf32",)
+        )
+        if case.variant not in absent and not (ALL_VARIANTS[case.variant].tangents and rare(case)):
             yield case
 
 
 def rare(case: KernelCase) -> bool:
     """Is it a case of tangents that is skipped to save minutes?"""
-    newer = case.variant == "tangents-all" and case.arch > 90
+    newer = case.variant in ("tangents-all", "tangents-functions") and case.arch > 90
     return newer or case.dtype == "float32" or case.head_dim > 128
 
 
@@ -176,12 +201,11 @@ def call(case: KernelCase) -> None:
     from fastattn.call import spec, validation
 
     dtype, B, H, N = getattr(torch, case.dtype), 2, 8, 4096
-    o = VARIANTS[case.variant].options(B, H, N, N)
+    o = ALL_VARIANTS[case.variant].options(B, H, N, N)
     Hk, D = o.pop("Hk", H), case.head_dim - o.pop("short", 0)
     precision = "tf32" if o.pop("tf32", False) else "ieee"
-    extras = {
-        x: o.pop(x) for x in ("mask", "key_lengths", "alibi_slopes", "sinks", "seed") if x in o
-    }
+    tensors = ("mask", "key_lengths", "alibi_slopes", "sinks", "seed", "captured_floats")
+    extras = {x: o.pop(x) for x in tensors if x in o}
     meta = functools.partial(torch.empty, device="meta", dtype=dtype)
     items, rows, max_q = B, N, None
     page = o.pop("page", 0)
@@ -210,8 +234,9 @@ def call(case: KernelCase) -> None:
     try:
         s = describe(attention, options)
         out = backend.forward(s, attention)
-        if VARIANTS[case.variant].tangents:
-            moved = spec.Tangents(*(getattr(attention, x) for x in spec.DIFFERENTIABLE))
+        if ALL_VARIANTS[case.variant].tangents:
+            moves = (x for x in spec.DIFFERENTIABLE if x != "captured_floats")
+            moved = spec.Tangents(**{x: getattr(attention, x) for x in moves})
             outs = backend.jvp(s, attention, moved, *out)
             q, lse = attention.q, normaliser[0]
             backend.second(s, attention, moved, outs, q, lse, q, lse, needs_grad)
@@ -278,7 +303,7 @@ def name_of(kernel: Any, args: Sequence[Any]) -> str:
 
 def compiled(case: KernelCase) -> list[CompiledKernel]:
     """The kernels of a case, in launch order."""
-    names = VARIANTS[case.variant].kernels
+    names = ALL_VARIANTS[case.variant].kernels
     found: dict[str, CompiledKernel] = {}
 
     def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -478,7 +503,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.static_gpu.aot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS)
-    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=tuple(VARIANTS))
+    parser.add_argument("--variant", nargs="+", choices=ALL_VARIANTS, default=tuple(VARIANTS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--check", action="store_true", help="fail if the report is stale")

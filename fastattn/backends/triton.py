@@ -19,6 +19,16 @@ from .triton_support.launch_cache import interpreted
 from .triton_support.runtime import unavailable
 
 
+def need_no_captured(needs_grad: Sequence[str]) -> None:
+    """Raise if the gradient of captured tensors is asked for. `fastattn.attention` asks other
+    backends for it; an operator that is called directly may ask this one."""
+    if "captured_floats" in needs_grad:
+        raise NotImplementedError(
+            "captured_floats: backend 'triton' has no gradient of what a score_mod captures: "
+            "detach it, or call fastattn.attention with the function"
+        )
+
+
 class Triton:
     name = "triton"
     support: Support = Support(
@@ -26,7 +36,11 @@ class Triton:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=tile_configs.BUCKETS[-1],
         max_length=gpu.MAX_LENGTH,
-        features=COMMON_FEATURES | Feature.INVARIANT | Feature.QUANTISED | Feature.UNROUNDED,
+        features=COMMON_FEATURES
+        | Feature.INVARIANT
+        | Feature.QUANTISED
+        | Feature.UNROUNDED
+        | Feature.SCORE_MOD,
     )
 
     def unavailable(self) -> str | None:
@@ -55,6 +69,7 @@ class Triton:
         dlse: Tensor | None,
         needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
+        need_no_captured(needs_grad)
         if dout is None:
             dout = torch.zeros_like(out, dtype=spec.dtype)
         elif dout.stride(-1) != 1:  # out.sum() expands one number: no wide loads, no descriptor
@@ -78,6 +93,7 @@ class Triton:
     def weights_backward(
         self, spec: AttentionSpec, t: Tensors, dweights: Tensor, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
+        need_no_captured(needs_grad)
         if spec.average_heads:
             dweights = dweights[:, None].expand(spec.B, spec.H, spec.M, spec.N)
         with on(t.q.device):

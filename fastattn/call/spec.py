@@ -69,7 +69,7 @@ MEANING = {  # the rows of the support table, for readers
     Feature.QUANTISED: "k_scale, v_scale: keys and values of int8 or float8, without gradient",
     Feature.TANGENTS: "forward mode (jvp) and second derivatives",
     Feature.UNROUNDED: "parts of a ring: 16 bits in, float32 out",
-    Feature.SCORE_MOD: "score_mod, mask_mod: functions, with gradients of what they capture",
+    Feature.SCORE_MOD: "score_mod, mask_mod: functions on each score",
 }
 
 

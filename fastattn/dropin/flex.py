@@ -1,10 +1,10 @@
 """torch.nn.attention.flex_attention.flex_attention, call for call, with gradients on every device.
 
 The user's functions are traced to programs (`fastattn.score_mods`). What `attention` has an
-argument for becomes that argument. The CPU's kernels run the rest on each score. Elsewhere, and for
-tables that are as large as a mask, the rest of a mask_mod becomes a bool mask, and what a score_mod
-adds becomes a float mask, each in the smallest shape that its indices span; a score_mod of another
-form then runs on the oracle.
+argument for becomes that argument. The kernels of the CPU and of Triton run the rest on each score.
+Where they cannot (`api.runs_programs`), and for tables that are as large as a mask, the rest of a
+mask_mod becomes a bool mask, and what a score_mod adds becomes a float mask, each in the smallest
+shape that its indices span; a score_mod of another form then runs on the oracle.
 """
 
 from __future__ import annotations
@@ -105,10 +105,16 @@ def flex_attention(
     is stored, and blocks of 32 rows and 64 keys that mask_mod hides are skipped. The values of
     captured tensors are read for this. A captured tensor that is indexed by [.., i, j] and is large
     or has a gradient becomes a mask. So does a function with whole numbers that may need more than
-    32 bits (64 for float64). On GPUs functions become masks: a condition of i and j takes M N
-    bytes, and what a score_mod adds four times as many; a score_mod that is not softcap(score) +
-    f(b, h, i, j) runs on the oracle, in O(B H M N) memory. So do second derivatives by captured
-    tensors.
+    32 bits (64 for float64).
+
+    On GPUs Triton's kernels run programs. Each new function, or one that captures a tensor of
+    another shape, is compiled for some seconds. No value of a captured tensor is read before a
+    kernel runs, and an index out of range is clamped. A mask_mod of a large call is first called
+    for each pair, once for the heads and items that share it, to find the blocks to skip. Without
+    Triton, and if a captured tensor gets a gradient, functions become masks: a condition of i and j
+    takes M N bytes, and what a score_mod adds four times as many. A score_mod that is not
+    softcap(score) + f(b, h, i, j) then runs on the oracle, in O(B H M N) memory. On all devices
+    second derivatives by captured tensors run there.
 
     In compiled code the call breaks the graph.
 
@@ -184,7 +190,8 @@ def flex_attention(
     with torch.autocast(device.type, enabled=False) if casts else nullcontext():
         rest: dict[str, Any] = dict(scale=scale, sinks=sinks, dropout_p=dropout_p, seed=seed)
         left = call.rest()
-        lowered = call.lowered(left) if runs_programs(device, backend) else None
+        runs = runs_programs(device, backend, call.trains_captured())
+        lowered = call.lowered(left) if runs else None
         if lowered is not None:
             rest["softcap"] = left.softcap
             out, lse = _in_kernels(call, lowered, query, key, value, backend=backend, **rest)

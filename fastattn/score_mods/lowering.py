@@ -26,6 +26,7 @@ CLASSES_FROM = 1 << 15  # pairs of one head: below, classes cost more than they 
 MOST_PLANES = 64  # of classes
 MOST_COPIED = 1 << 20  # captured numbers: a larger table is read by the mask that it makes
 INT32 = range(-(2**31), 2**31)
+CPU = torch.device("cpu")
 
 
 class Lowered(NamedTuple):
@@ -59,8 +60,9 @@ def lower(
     shape: Shape,
     dtype: torch.dtype,
     begin: Begin,
+    device: torch.device = CPU,
 ) -> Lowered | None:
-    """Lower the programs of a call. Values of captured tensors are read: they are on a CPU.
+    """Lower the programs of a call. Values of captured tensors are read if all are on a CPU.
 
     Args:
         score: Of the score_mod, or None.
@@ -69,6 +71,8 @@ def lower(
         shape: The sizes of the call; of a packed batch, the longest.
         dtype: That in which scores are computed.
         begin: The first indices.
+        device: Of the call. Kernels of CPUs have 32 bits for whole numbers beside float32 scores,
+            and take classes of blocks.
 
     Returns:
         None where another form serves better: whole numbers do not fit in the bits that kernels
@@ -83,15 +87,17 @@ def lower(
         return None
     ends = (x + max(n, 1) - 1 for x, n in zip(begin, shape))
     inputs = dict(zip("bhij", zip(begin, ends)))
-    known = extremes({x: tensors[x] for x in used})
+    on_cpu = device.type == "cpu" and all(tensors[x].device.type == "cpu" for x in used)
+    known = extremes({x: tensors[x] for x in used}) if on_cpu else {}
     flat, outside = [], _Outside()
     for program in (score, mask):
         flat.append(None if program is None else table.flattened(program, inputs, known, outside))
     text = ModText(*flat, outside.program)
     own = {1: _union(known.values())} if known else {}
-    if dtype == torch.float32 and not all(_is_narrow(x, inputs, own) for x in text if x):
+    narrow = on_cpu and dtype == torch.float32
+    if narrow and not all(_is_narrow(x, inputs, own) for x in text if x):
         return None
-    blocks = None if mask is None else _blocks(mask, tensors, shape, dtype, begin)
+    blocks = _blocks(mask, tensors, shape, dtype, begin) if on_cpu and mask is not None else None
     return Lowered(text.text(), table.floats(tensors, dtype), table.ints(tensors), blocks)
 
 

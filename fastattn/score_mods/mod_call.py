@@ -98,12 +98,17 @@ class ModCall(NamedTuple):
             score = capped(score, softcap)
         return Rest(score, mask, None)
 
+    def trains_captured(self) -> bool:
+        """True if a captured tensor gets a gradient."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors)
+
     def lowered(self, rest: Rest) -> Lowered | None:
         """Its programs as kernels run them. None if there is none, or if a mask serves better."""
         if rest.score is None and rest.mask is None:
             return None
         try:
-            return lower(*rest[:2], self.tensors, self.sizes, self.dtype, self.begin)
+            about = self.sizes, self.dtype, self.begin, self.device
+            return lower(*rest[:2], self.tensors, *about)
         except RuntimeError:  # under vmap, or of tensors without data: values are not known
             return None
 

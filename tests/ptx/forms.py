@@ -112,6 +112,7 @@ ARITHMETIC = [
     form("rem.<T:INT>", "T T T", "remainder<{T}>({a}, {b})"),
     form("min.<T:INT>", "T T T", "{a} < {b} ? {a} : {b}"),
     form("max.<T:INT>", "T T T", "{a} > {b} ? {a} : {b}"),
+    form("min.relu.<T:s32>", "T T T", "{a} < 0 || {b} < 0 ? 0 : {a} < {b} ? {a} : {b}"),
     form("max.relu.<T:s32>", "T T T", "{a} > 0 && {a} > {b} ? {a} : {b} > 0 ? {b} : 0"),
     form("neg.<T:SIGNED>", "B B", "-u64({a})"),
     form("abs.<T:SIGNED>", "B T", "{a} < 0 ? -u64({a}) : u64({a})"),
@@ -181,6 +182,10 @@ CONVERSIONS = [
     # A source or a result may be in a wider register: kinds in brackets.
     form("cvt.<T:WHOLE>.<S:WHOLE>", "[T] [S]", "{a}"),
     form("cvt.rn.<T:f32|f64>.<S:WHOLE>", "T [S]", "{a}"),
+    form("cvt.rzi[.ftz].<T:f32>.f32", "T T", "__builtin_truncf({a})"),
+    form("cvt.rni[.ftz].<T:f32>.f32", "T T", "__builtin_rintf({a})"),
+    form("cvt.rmi[.ftz].<T:f32>.f32", "T T", "__builtin_floorf({a})"),
+    form("cvt.rpi[.ftz].<T:f32>.f32", "T T", "__builtin_ceilf({a})"),
     form(
         "cvt.rzi[.ftz].<T:WHOLE>.<S:f32>",
         "[T] S",

@@ -194,6 +194,7 @@ SHARES = {
     "test_ptx_sm90_decode::test_number_of_splits": (NONE, ALL),
     "test_ptx_triton": (NONE, NONE),
     "test_ptx_triton::test_features": (NONE, 47),
+    "test_ptx_triton_functions": (NONE, NONE),
     "test_ptx_triton::test_every_ordering_instruction_of_the_forward_is_needed": (NONE, ALL),
     "test_ptx_values": (NONE, ALL),
     "test_ptxas": (2, ALL),
@@ -323,6 +324,7 @@ OF_ALL = {
     "test_derivatives::test_pairs_of_features": 7,  # the others: pytest --tier=whole
     "test_ptx_triton::test_features": 9,
     "test_ptx_triton::test_blocks_of_a_mask": 3,
+    "test_ptx_triton_functions": 6,
     "test_ptx_triton::test_packed": 3,
     "test_ptx_triton::test_paged": 4,
     "test_ptx_triton::test_paged_decode": 4,
@@ -346,6 +348,7 @@ INTERPRETED_SHARES = {
     "test_argument_shapes": (NONE, 11),
     "test_argument_shapes::test_a_mask_of_columns_that_sequences_share": (NONE, 3),
     "test_triton": (29, 11),
+    "test_triton_functions": (29, 5),
     "test_decode": (29, 17),
     "test_special_values": (29, 11),
     "test_dense_masks": (NONE, 29),

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from ...call import quantisation
 from ...call.spec import PLACED, AttentionSpec, Feature, Tensors
+from ...score_mods.encoding import ModText
+from ...score_mods.recognition import inputs_of
 from .. import gpu
 from ..base import broadcast_strides
 from . import tile_configs
+from .program_source import functions
 from .runtime import kernels
 
 TINY, HUGE = 1e-18, 1e18  # the range of units of scores by which slopes can be divided
@@ -119,22 +122,45 @@ def extras(spec: AttentionSpec, t: Tensors) -> Any:
         v_scale=operand(t.v_scale),
         dropout_batch_period=spec.dropout_batch_period or None,
         dropout_head_period=spec.dropout_head_period or None,
+        captured=captured(spec, t),
     )
 
 
+def captured(spec: AttentionSpec, t: Tensors) -> Any:
+    floats, ints = t.captured_floats, t.captured_ints
+    if floats is None and ints is None:
+        return None
+    floats, ints = (None if x is None else x.contiguous() for x in (floats, ints))
+    return kernels().score.Captured(floats, ints, spec.floats, spec.ints)
+
+
 def structured(spec: AttentionSpec) -> bool:
-    """True if a mask is looked at for its structure before it is used. Not with row_invariant: the
-    order of keys would depend on the tile."""
+    """True if a mask, or what a mask_mod shows, is looked at for its structure before it is used.
+    Not with row_invariant: the order of keys would depend on the tile."""
     shape = (1,) * 4 + (spec.mask_shape or ())
-    if shape[-2] == 1 or spec.packed or spec.weights or spec.row_invariant:
+    if spec.packed or spec.weights or spec.row_invariant:
         return False
-    return tile_configs.structured(spec.B * spec.H, shape[-4] * shape[-3], spec.M, spec.N)
+    masked, items, heads = reads(spec)
+    if not masked and shape[-2] == 1:
+        return False
+    planes = spec.B if items else shape[-4], spec.H if heads else shape[-3]
+    return tile_configs.structured(spec.B * spec.H, math.prod(planes), spec.M, spec.N)
+
+
+def reads(spec: AttentionSpec) -> tuple[bool, bool, bool]:
+    """Whether there is a mask_mod, and whether it reads the index of the item and of the head."""
+    mask = ModText.parse(spec.score_mod).mask if spec.score_mod else None
+    if mask is None:
+        return False, False, False
+    found = inputs_of(mask)
+    return True, "b" in found, "h" in found
 
 
 def scaled(spec: AttentionSpec) -> bool:
-    """True if logits are scores times a positive number. Not with an additive mask, which has the
-    unit of logits."""
+    """True if logits are scores times a positive number. Not with an additive mask or a score_mod,
+    which have the unit of logits."""
     added = spec.mask_shape is not None and spec.mask_dtype != torch.bool
+    added = added or functions(spec).score_mod is not None
     return TINY < (spec.softcap or spec.scale) < HUGE and not added
 
 
@@ -147,6 +173,7 @@ def _no_extras():
 def flags(spec: AttentionSpec, tf32: bool, tma: bool):
     """The features that a call uses, as constants for Triton's compiler."""
     masked = spec.mask_shape is not None
+    made = functions(spec)
     varies = [n > 1 for n in (1,) * 4 + (spec.mask_shape or ())][-4:]
     return kernels().score.Flags(
         scaled=scaled(spec),
@@ -161,7 +188,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         gqa=spec.H != spec.Hk,
         mask="" if not masked else "bool" if spec.mask_dtype == torch.bool else "add",
         mask_rows=varies[2],
-        block_mask=masked and structured(spec),
+        block_mask=(masked or made.mask_mod is not None) and structured(spec),
         alibi="alibi_slopes" in spec.given,
         softcap=spec.softcap > 0,
         sinks="sinks" in spec.given,
@@ -171,6 +198,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         tma=tma,
         kept="" if spec.storage is None else quantisation.NAMES[spec.storage],
         in_order=spec.row_invariant and spec.left < spec.rows + spec.keys,
+        **made._asdict(),
     )
 
 

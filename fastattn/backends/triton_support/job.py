@@ -25,6 +25,7 @@ from .arguments import (
     longest,
     operand,
     padded,
+    reads,
     scalars,
     tf32,
 )
@@ -97,6 +98,9 @@ class Job:
         )
         f = flags(spec, tf32, tma)
         busy = [x for x in tile_configs.FEATURES if getattr(f, x)] + ["given"] * spec.weights
+        # A program needs registers for several values of every score.
+        busy += ["score_mod"] * 2 * (f.score_mod is not None)
+        busy += ["mask_mod"] * (f.mask_mod is not None)
         if spec.dtype.itemsize == 2:
             wide_mask = spec.mask_dtype in (torch.float32, torch.float64)
             # row_invariant: in another call the same rows may be narrow, and need the same tile.
@@ -297,8 +301,10 @@ class Job:
         if found := self.block_masks.get((side, c.BM, c.BN)):
             return found
         spec, (mask, lengths, *_), of_keys = self.spec, self.extras, side == "keys"
-        items = spec.B if mask.sb or lengths is not None else 1
-        heads = spec.H if mask.sh else 1
+        _, of_items, of_heads = reads(spec)
+        of_items = of_items or lengths is not None or (mask is not None and mask.sb)
+        of_heads = of_heads or (mask is not None and mask.sh)
+        items, heads = spec.B if of_items else 1, spec.H if of_heads else 1
         in_numbers = self.flags.mask == "add"
         if in_numbers and of_keys and self.sees is None:
             self.block_mask("rows", c)

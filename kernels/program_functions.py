@@ -1,0 +1,192 @@
+"""Operators of score_mods and mask_mods that Triton's language lacks, or computes with other bits
+than torch. The source that fastattn/backends/triton_support/program_source.py writes calls them.
+
+Some call CUDA's libdevice, because Triton's own functions are less exact. Triton's interpreter has
+no libdevice: it runs Triton's own functions, with numpy.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from .score import LN2, LOG2E, LOG2E_REST
+from .score import tanh as scaled_tanh
+from .tile import INTERPRETED, fma
+
+TWO_LOG2E = tl.constexpr(2.8853900817779268)
+
+
+@triton.jit
+def product(x, y):
+    """x y of float32, rounded: never fused with an addition, so that it has torch's bits."""
+    if INTERPRETED:
+        return x * y
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def exp(x):
+    """e^x by 2^y, with the rounding error of y = x log2(e), which grows with x."""
+    y = x * LOG2E
+    error = fma(x, LOG2E, -y) + x * LOG2E_REST
+    found = tl.exp2(y)
+    return tl.where(tl.abs(y) < 200, found + found * (error * LN2), found)
+
+
+@triton.jit
+def exp2(x):
+    return tl.exp2(x)
+
+
+@triton.jit
+def log(x):
+    return tl.log(x) if INTERPRETED else libdevice.log(x)
+
+
+@triton.jit
+def log2(x):
+    return tl.log2(x) if INTERPRETED else libdevice.log2(x)
+
+
+@triton.jit
+def sin(x):
+    return tl.sin(x) if INTERPRETED else libdevice.sin(x)
+
+
+@triton.jit
+def cos(x):
+    return tl.cos(x) if INTERPRETED else libdevice.cos(x)
+
+
+@triton.jit
+def erf(x):
+    return tl.erf(x) if INTERPRETED else libdevice.erf(x)
+
+
+@triton.jit
+def rsqrt(x):
+    return tl.div_rn(x * 0 + 1, tl.sqrt_rn(x))
+
+
+@triton.jit
+def tanh(x):
+    return scaled_tanh(x * TWO_LOG2E)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x), by e^-|x|, which never overflows."""
+    small = exp(-tl.abs(x))
+    rest = tl.div_rn(small * 0 + 1, 1 + small)
+    return tl.where(x < 0, small * rest, rest)
+
+
+@triton.jit
+def power(x, y):
+    """x^y as C's pow."""
+    if INTERPRETED:
+        wide = tl.exp2(y.to(tl.float64) * tl.log2(tl.abs(x).to(tl.float64))).to(tl.float32)
+        whole = tl.floor(y) == y
+        odd = whole & (tl.floor(y * 0.5) * 2 != y)
+        wide = tl.where((x < 0) & odd, -wide, wide)
+        wide = tl.where((x < 0) & (tl.floor(y) != y), float("nan"), wide)
+        return tl.where((y == 0) | (x == 1), 1.0, wide)
+    return libdevice.pow(x, y)
+
+
+@triton.jit
+def truncated(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def rounded(x):
+    """To the nearest whole number, to the even one of two. A sum with 2^23 rounds so."""
+    far = tl.where(x < 0, -8388608.0, 8388608.0)  # 2^23: above it each float32 is whole
+    return tl.where(tl.abs(x) < 8388608.0, (x + far) - far, x)
+
+
+@triton.jit
+def as_int(x):
+    """The whole number of a float32 as an int32: at most 2^30 either way, and 0 for a NaN."""
+    inside = tl.minimum(tl.maximum(x, -1073741824.0), 1073741824.0)
+    return tl.where(x == x, inside, 0.0).to(tl.int32)
+
+
+@triton.jit
+def sign_of_float(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+
+
+@triton.jit
+def sign_of_int(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def remainder_of_float(x, y):
+    """x - floor(x / y) y, with the sign of y."""
+    rest = x % y if INTERPRETED else libdevice.fmod(x, y)
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+@triton.jit
+def floor_div_of_float(x, y):
+    """floor(x / y) as torch computes it, from the remainder."""
+    rest = x % y if INTERPRETED else libdevice.fmod(x, y)
+    ratio = tl.div_rn(x, y)
+    quotient = tl.div_rn(x - rest, y)
+    quotient -= ((rest != 0) & ((rest < 0) != (y < 0))).to(tl.float32)
+    whole = tl.floor(quotient)
+    whole += (quotient - whole > 0.5).to(tl.float32)
+    whole = tl.where(quotient == 0, ratio * 0, whole)
+    return tl.where(y == 0, ratio, whole)
+
+
+@triton.jit
+def floor_div_of_int(x, y):
+    """floor(x / y); 0 where y is 0. Triton's // rounds towards 0."""
+    by = tl.where(y == 0, 1, y)
+    quotient = x // by
+    rest = x - quotient * by
+    down = (rest != 0) & ((rest < 0) != (by < 0))
+    return tl.where(y == 0, 0, quotient - down.to(x.dtype))
+
+
+@triton.jit
+def remainder_of_int(x, y):
+    """x - floor(x / y) y; 0 where y is 0."""
+    return tl.where(y == 0, 0, x - floor_div_of_int(x, y) * y)
+
+
+@triton.jit
+def shift_left(x, n):
+    """x << n, of an int64; n is taken as one of 0 to 63."""
+    return x << tl.minimum(tl.maximum(n, 0), 63)
+
+
+@triton.jit
+def shift_right(x, n):
+    return x >> tl.minimum(tl.maximum(n, 0), 63)
+
+
+@triton.jit
+def element(captured, count, index):
+    """An element of a flat captured tensor, float32 or int64. Indices out of range are clamped.
+
+    Not by `tl.load`: in a loop Triton would copy such elements to shared memory one by one, for
+    each stage of its pipeline.
+    """
+    at = captured + tl.minimum(tl.maximum(index, 0), tl.cast(count - 1, index.dtype))
+    if INTERPRETED:
+        return tl.load(at)
+    elif captured.dtype.element_ty == tl.float32:
+        return tl.inline_asm_elementwise(
+            "ld.global.f32 $0, [$1];", "=f,l", [at.to(tl.int64)], tl.float32, True, 1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.b64 $0, [$1];", "=l,l", [at.to(tl.int64)], tl.int64, True, 1
+        )

@@ -1,0 +1,51 @@
+"""A score_mod for each operator of programs."""
+
+import torch
+
+# s is small, x takes extreme numbers by key; n, m are whole numbers, c and d are conditions.
+
+ON_FLOATS = {
+    "add": "s + x / 70", "sub": "s - x / 70", "mul": "s * (x / 70)", "neg": "-s", "abs": "s.abs()",
+    "minimum": "torch.minimum(s, x)", "maximum": "torch.maximum(s, x / 70)",
+    "where": "torch.where(s > 0, s, 0.5)", "floor_div": "(s * 9) // (x / 35 + 0.3)",
+    "remainder": "(s * 9) % (x / 35 + 0.3)", "sign": "torch.sign(s) + torch.sign(x)",
+    "div": "s / (x + 9.5)", "pow": "s.abs() ** (x / 70)", "exp": "torch.exp(x.clamp(max=2))",
+    "exp of little": "torch.log(torch.exp(x - 15))", "exp2": "torch.exp2(s)",
+    "log": "torch.log(s.abs() + 0.1)", "log2": "torch.log2(s.abs() + 0.1)",
+    "sqrt": "torch.sqrt(s.abs())", "rsqrt": "torch.rsqrt(s.abs() + 0.1)", "sin": "torch.sin(s)",
+    "cos": "torch.cos(s)", "tanh": "torch.tanh(x * s)", "sigmoid": "torch.sigmoid(x)",
+    "floor": "torch.floor(s * 3)", "ceil": "torch.ceil(s * 3)", "trunc": "torch.trunc(s * 3)",
+    "round": "torch.round(s * 3) + torch.round(x)", "erf": "torch.erf(s)", "ge": "(s >= x) * 1.0",
+    "gt": "(s > x) * 1.0", "le": "(s <= x) * 1.0", "lt": "(s < x) * 1.0", "eq": "(x == 0) * 1.0",
+    "ne": "(x != 0) * 1.0", "to_int": "(x / 9).to(torch.int64) * 0.5", "to_bool": "x.bool() * 1.0",
+    "to_float": "(s > 0).float() + (i % 3) * 0.5",
+}  # fmt: skip
+ON_INTS = {
+    "add": "n + m", "sub": "n - m", "mul": "n * m", "neg": "-n", "abs": "n.abs()",
+    "minimum": "torch.minimum(n, m)", "maximum": "torch.maximum(n, m)",
+    "where": "torch.where(c, n, m)", "floor_div": "n // m", "floor_div by 7": "n // 7",
+    "floor_div by 8": "n // 8", "floor_div by -3": "n // -3", "remainder": "n % m",
+    "remainder by 7": "n % 7", "remainder by 8": "n % 8", "remainder by -3": "n % -3",
+    "remainder by a row's": "n % (i - 9)", "remainder by a key's": "n % (j - 9)",
+    "sign": "torch.sign(n)", "shift_left": "(n & 3) << (m & 3)", "shift_right": "n >> (m & 7)",
+    "bit_and": "n & m", "bit_or": "n | m", "bit_xor": "n ^ m", "bit_not": "~n",
+    "and": "(c & d) * 1", "or": "(c | d) * 1", "xor": "(c ^ d) * 1", "not": "(~c) * 1",
+    "ge": "(n >= m) * 1", "gt": "(n > m) * 1", "le": "(n <= m) * 1", "lt": "(n < m) * 1",
+    "eq": "(n == m) * 1", "ne": "(n != m) * 1", "to_int": "c.long()", "to_bool": "n.bool() * 1",
+    "load": "LIST[n % 50] - LIST[-(j % 50) - 1]",
+}  # fmt: skip
+LIST = torch.randint(-40, 40, (50,), generator=torch.Generator().manual_seed(11))
+EXTREME = torch.tensor([0.0, -0.0, 3.5, -3.5, 1e-30, 70.0, -70.0, 0.5])
+NAMES = {"torch": torch, "LIST": LIST}
+GIVEN = NAMES | {"EXTREME": EXTREME}
+
+
+def function_of(text, whole):
+    if whole:
+        where = "(lambda n, m, c, d: {0})((i - j) * 3 + h, j - 2 * i + b, (i + j) % 3 == 0, i > j)"
+        return eval(f"lambda s, b, h, i, j: s + 0.01 * {where.format(text)}", NAMES)
+    return eval(f"lambda s, b, h, i, j: (lambda x: {text})(EXTREME[j % 8].to(s.dtype))", GIVEN)
+
+
+CASES = [(False, x, y) for x, y in ON_FLOATS.items()] + [(True, x, y) for x, y in ON_INTS.items()]
+IDS = [f"{y}, {'ints' if x else 'floats'}" for x, y, _ in CASES]

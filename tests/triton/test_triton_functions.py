@@ -1,0 +1,229 @@
+"""score_mod and mask_mod in Triton's kernels: each operator, every pass, other features beside
+them, blocks that a mask_mod hides. Operators are judged by the program on torch tensors, calls by
+the CPU's kernels."""
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends.triton_support import job, program_source, tile_configs
+from fastattn.call import validation
+from fastattn.call.spec import Options, Tensors
+from fastattn.dispatch.dispatcher import call
+from fastattn.dispatch.operation import ATTENTION
+from fastattn.score_mods.encoding import CAPTURED, ModText
+from fastattn.score_mods.evaluate import evaluate
+from fastattn.score_mods.lowering import Begin, lower
+from fastattn.score_mods.program import Program
+from fastattn.score_mods.recognition import Shape
+from fastattn.score_mods.tracing import merge, trace_score_mod
+from tests.support.backends import INTERPRETED
+from tests.support.flex_functions import indices
+from tests.support.program_operators import CASES, IDS, function_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+if not INTERPRETED:
+    pytest.skip("runs Triton's interpreter: make test-interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+G = torch.Generator().manual_seed(5)
+B, H, M, N, D = 2, 2, 37, 45, 16
+TABLE = torch.randn(H, M + N, generator=G)
+SLOPES = torch.rand(H, generator=G)
+DOCUMENTS = torch.arange(64) // 13
+LENGTHS = torch.tensor([29, 41])
+NEARER = torch.tensor([30.0, 2.0])
+
+
+def relative(s, b, h, i, j):
+    return s + TABLE[h, (i - j + N - 1).clamp(0, M + N - 1)]
+
+
+def sloped(s, b, h, i, j):
+    return s + SLOPES[h] * (j - i)
+
+
+def bent(s, b, h, i, j):
+    return s * torch.sigmoid(s) + 3 * torch.tanh(s / NEARER[b]) - (i - j).abs() ** 0.5
+
+
+def documents(b, h, i, j):
+    return (DOCUMENTS[i] == DOCUMENTS[j]) & (j < LENGTHS[b])
+
+
+def by_head(b, h, i, j):
+    return (h == 1) | ((i // 3 + j) % 4 < 2)
+
+
+FUNCTIONS = {
+    "relative": dict(score_mod=relative),
+    "slopes": dict(score_mod=sloped),
+    "bent": dict(score_mod=bent),
+    "documents": dict(mask_mod=documents),
+    "both": dict(score_mod=bent, mask_mod=by_head),
+}
+BESIDE = {
+    "alone": {},
+    "causal": dict(causal=True),
+    "softcap": dict(softcap=2.0),
+    "alibi": dict(alibi_slopes=SLOPES, causal="bottom_right"),
+    "bool mask": dict(mask=torch.rand(H, M, N, generator=G) < 0.7),
+    "float mask": dict(mask=torch.randn(1, 1, N, generator=G)),
+    "dropout, sinks": dict(dropout_p=0.3, seed=4, sinks=torch.randn(H, generator=G)),
+    "lengths, window": dict(key_lengths=LENGTHS, window=(20, 9)),
+    "row_invariant": dict(row_invariant=True, window=(20, 9)),
+    "place": dict(place=fastattn.Place(5, 3, 0, 0, 60, 63), causal=True),
+}
+ALONE = ("alone", "place")
+
+
+def tensors(M=M, N=N, heads=1, seed=0, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (B, H, M, D), (B, heads, N, D), (B, heads, N, D)
+    return [torch.randn(*x, generator=draw).to(dtype).requires_grad_() for x in shapes]
+
+
+def results(given, backend, **functions):
+    """The output, the LSE, gradients, and tangents of all of these."""
+    q, k, v = given
+    draw = torch.Generator().manual_seed(9)
+    moves = [torch.randn(x.shape, generator=draw).to(x.dtype) for x in given]
+
+    def call(q, k, v):
+        return fastattn.attention(q, k, v, return_lse=True, backend=backend, **functions)
+
+    out, lse = call(q, k, v)
+    loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sin().sum()
+    grads = torch.autograd.grad(loss, given, create_graph=True)
+    moved = sum((x * y).sum() for x, y in zip(grads, moves))
+    second = torch.autograd.grad(moved, given)
+    along = torch.func.jvp(call, tuple(x.detach() for x in given), tuple(moves))[1]
+    return [out, lse, *grads, *second, *along]
+
+
+def close(found, expected, bound=3e-5):
+    for x, y in zip(found, expected, strict=True):
+        scale = 1 + y.detach()[y.isfinite()].abs().max()
+        torch.testing.assert_close(x, y, rtol=0, atol=bound * float(scale))
+
+
+@pytest.mark.parametrize("whole, name, text", CASES, ids=IDS)
+def test_each_operator(whole, name, text):
+    """The scores are those of the program on torch tensors, in the same precision."""
+    function = function_of(text, whole)
+    q, k, _ = (x.detach()[:1, :, :33] / 4 for x in tensors(heads=H))
+    given = dict(score_mod=function, backend="triton")
+    lse = fastattn.attention(q, k, k, return_lse=True, **given)[1]
+    p = fastattn.attention_weights(q, k, lse=lse, **given)
+    found = p.log() + lse[..., None]
+    products = q @ k.mT * D**-0.5
+    traced = trace_score_mod(function)
+    where = dict(zip("bhij", indices(33, 33, 2, 1)))
+    expected = evaluate(*traced, score=products, **where).expand(found.shape)
+    seen = p > 1e-37  # a subnormal number has few digits
+    assert seen.any(-1).all()
+    wrong = ~torch.isclose(found, expected, rtol=2e-4, atol=2e-4) & seen
+    # Products differ in their last bits: a number at the edge of a step may be on either side.
+    assert wrong.float().mean() < 2e-3
+
+
+@pytest.mark.parametrize(
+    "functions, beside", [(x, y) for x in FUNCTIONS for y in BESIDE if x == "both" or y in ALONE]
+)
+def test_beside_other_arguments(functions, beside):
+    """Every other argument beside both functions, some beside each."""
+    given = FUNCTIONS[functions] | BESIDE[beside]
+    if beside == "row_invariant":  # no derivative of the second order
+        q, k, v = tensors()
+        found = [fastattn.attention(q, k, v, backend=x, **given) for x in ("triton", "cpu")]
+        return close(found[:1], found[1:])
+    close(results(tensors(), "triton", **given), results(tensors(), "cpu", **given))
+
+
+@pytest.mark.parametrize("functions", FUNCTIONS)
+def test_decoding_packed_and_paged(functions):
+    given = FUNCTIONS[functions]
+    q, k, v = tensors(M=2, N=64 if functions == "documents" else 45)
+    for rows in (1, 2):
+        both = [
+            fastattn.attention(q[:, :, :rows], k, v, backend=x, **given) for x in ("triton", "cpu")
+        ]
+        close(both[:1], both[1:])
+    cu_q, cu_k = torch.tensor([0, 9, 30], dtype=torch.int32), torch.tensor([0, 21, 45])
+    packed = [x[0].transpose(0, 1) for x in tensors(M=30)]
+    found = []
+    for backend in ("triton", "cpu"):
+        about = dict(cu_q=cu_q, cu_k=cu_k.int(), max_q=21, max_k=24, causal=True)
+        out = fastattn.attention_packed(*packed, backend=backend, **about, **given)
+        found.append([out, *torch.autograd.grad(out.square().sum(), packed)])
+    close(*found)
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "add"])
+@pytest.mark.parametrize("functions", ["documents", "both", "window"])
+def test_blocks_that_a_mask_mod_hides_are_not_visited(functions, mask, monkeypatch):
+    """Results with lists of blocks are those without."""
+    given = FUNCTIONS.get(functions) or dict(mask_mod=lambda b, h, i, j: (i - j).abs() < 9)
+    if mask:
+        drawn = torch.rand(1, 1, M, N, generator=torch.Generator().manual_seed(3))
+        given = given | dict(mask=drawn < 0.9 if mask == "bool" else drawn)
+    given |= dict(backend="triton")
+    q, k, v = tensors()
+    found = []
+    for structured in (True, False):
+        monkeypatch.setattr(tile_configs, "structured", lambda *sizes, found=structured: found)
+        for cached in (job.flags, job.scalars):
+            cached.cache_clear()
+        out = fastattn.attention(q, k, v, **given)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for cached in (job.flags, job.scalars):
+        cached.cache_clear()
+    close(*found)
+
+
+def test_calls_of_similar_sizes_share_their_functions():
+    """A growing cache does not compile anew at every token."""
+    traced = trace_score_mod(lambda s, b, h, i, j: s + (i - j) * 0.1)
+    flat = Program(traced.program.values, CAPTURED)
+    text = ModText(score=flat).text()
+    names = [
+        program_source.functions(described(text, rows)).score_mod.__name__
+        for rows in (100, 3000, 40000)
+    ]
+    assert len(set(names)) == 1
+
+
+def described(text, rows):
+    q = torch.empty(1, 1, rows, D, device="meta")
+    return validation.describe(Tensors(q, q, q), Options(score_mod=text))
+
+
+def test_whole_numbers_beyond_32_bits():
+    """Products of indices that do not fit in 32 bits are computed in 64."""
+    many = torch.tensor([1 << 40, 3])
+    given = dict(mask_mod=lambda b, h, i, j: (many[j % 2] * (i + 1) * 4096) % 4097 > 1000)
+    q, k, v = (x.detach() for x in tensors())
+    found = [fastattn.attention(q, k, v, backend=x, **given) for x in ("triton", "reference")]
+    close(found[:1], found[1:])
+
+
+def test_a_table_that_trains_runs_as_a_mask():
+    """Triton's kernels have no gradient of captured tensors: the bias is a mask with one."""
+    table = TABLE.clone().requires_grad_()
+    grads = []
+    for backend in ("triton", "cpu"):
+        out = fastattn.attention(
+            *tensors(), score_mod=lambda s, b, h, i, j: s + table[h, i - j + N], backend=backend
+        )
+        grads += torch.autograd.grad(out.square().sum(), table)
+    close(grads[:1], grads[1:])
+
+
+def test_the_operator_refuses_a_gradient_of_captured_numbers():
+    text = lower(*merge(trace_score_mod(relative), None), SHAPE, torch.float32, Begin())
+    t = Tensors(*tensors(), captured_floats=text.floats.requires_grad_())
+    out, _ = call(ATTENTION, t, Options(score_mod=text.text, backend="triton", grad=True))
+    with pytest.raises(NotImplementedError, match="captured_floats: backend 'triton'"):
+        torch.autograd.grad(out.sum(), t.captured_floats)
+
+
+SHAPE = Shape(B, H, M, N)
