@@ -174,15 +174,19 @@ def shift_right(x, n):
 
 @triton.jit
 def element(captured, count, index):
-    """An element of a flat captured tensor, float32 or int64. Indices out of range are clamped.
+    """An element of a flat captured tensor, float32 or int64. An index out of range becomes
+    another one.
 
     Not by `tl.load`: in a loop Triton would copy such elements to shared memory one by one, for
     each stage of its pipeline.
     """
-    at = captured + tl.minimum(tl.maximum(index, 0), tl.cast(count - 1, index.dtype))
+    last = tl.cast(count - 1, index.dtype)
     if INTERPRETED:
-        return tl.load(at)
-    elif captured.dtype.element_ty == tl.float32:
+        return tl.load(captured + tl.minimum(tl.maximum(index, 0), last))
+    # As unsigned numbers, those below 0 are the largest: one comparison is enough.
+    unsigned: tl.constexpr = tl.uint32 if index.dtype == tl.int32 else tl.uint64
+    at = captured + tl.minimum(index.to(unsigned), last.to(unsigned))
+    if captured.dtype.element_ty == tl.float32:
         return tl.inline_asm_elementwise(
             "ld.global.f32 $0, [$1];", "=f,l", [at.to(tl.int64)], tl.float32, True, 1
         )

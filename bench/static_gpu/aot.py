@@ -132,19 +132,35 @@ def shared_mask(B: int, H: int, M: int, N: int) -> dict[str, Any]:
     return dict(mask=torch.empty((1, 1, M, N), device="meta", dtype=torch.bfloat16))
 
 
-def programs(B: int, H: int, M: int, N: int) -> dict[str, Any]:
-    """A score_mod with a table and a derivative of its own, and a mask_mod that skips blocks."""
+def programs(
+    B: int,
+    H: int,
+    M: int,
+    N: int,
+    score_of: Callable[[torch.Tensor], Callable],
+    mask_mod: Callable | None = None,
+) -> dict[str, Any]:
+    """The options of a score_mod, made by `score_of` of a table (H, 2 N), and of a mask_mod."""
     from fastattn.score_mods.lowering import Begin, lower
     from fastattn.score_mods.recognition import Shape
     from fastattn.score_mods.tracing import merge, trace_mask_mod, trace_score_mod
 
     table = torch.zeros(H, 2 * N)
-    score = trace_score_mod(lambda s, b, h, i, j: 20 * torch.tanh((s + table[h, i - j + N]) / 20))
-    mask = trace_mask_mod(lambda b, h, i, j: (i >= j) & ((i - j < 512) | (j < 16)))
-    made = lower(*merge(score, mask), Shape(B, H, M, N), torch.float32, Begin())
+    mask = None if mask_mod is None else trace_mask_mod(mask_mod)
+    both = merge(trace_score_mod(score_of(table)), mask)
+    made = lower(*both, Shape(B, H, M, N), torch.float32, Begin())
     assert made is not None
     floats = torch.empty(table.numel(), device="meta", dtype=torch.float32)
     return dict(score_mod=made.text, captured_floats=floats)
+
+
+def bent_and_hidden(B: int, H: int, M: int, N: int) -> dict[str, Any]:
+    """A score_mod with a table and a derivative of its own, and a mask_mod that skips blocks."""
+    return programs(
+        *(B, H, M, N),
+        lambda table: lambda s, b, h, i, j: 20 * torch.tanh((s + table[h, i - j + N]) / 20),
+        lambda b, h, i, j: (i >= j) & ((i - j < 512) | (j < 16)),
+    )
 
 
 VARIANTS = {
@@ -168,8 +184,8 @@ VARIANTS = {
 }
 # Of programs there is any number: these stand for them, and are compiled if --variant names them.
 ON_REQUEST = {
-    "functions": Variant(programs, (*PAIR, "block_mask", "block_mask keys", "split")),
-    "tangents-functions": Variant(programs, MOVED, True),
+    "functions": Variant(bent_and_hidden, (*PAIR, "block_mask", "block_mask keys", "split")),
+    "tangents-functions": Variant(bent_and_hidden, MOVED, True),
 }
 ALL_VARIANTS = VARIANTS | ON_REQUEST
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from fastattn.backends.triton_support import tile_configs
 
 FEATURES = ("plain", "band", "mask", "block mask", "alibi", "softcap", "dropout", "sinks")
+FEATURES += ("score_mod",)  # a table by i - j: five operators
 OF_PLAIN = ("plain", "band", "sinks")  # plain kernels have them: kernel_choice.h, is_general
-OF_TRITON = ("block mask",)  # features of Triton's kernels only
+OF_TRITON = ("block mask", "score_mod")  # features of Triton's kernels only
 OF_SM90 = ("band",)  # of csrc/cuda/sm90 only: elsewhere plain kernels have it
 # cuda: the kernels that the CUDA library prefers on an architecture, those of csrc/cuda/sm90 on
 # sm_90. cuda_sm80: those of csrc/cuda/sm80 there, which run what the former decline.

@@ -27,6 +27,9 @@ FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "softcap": lambda B, H, N: dict(softcap=30.0),
     "dropout": lambda B, H, N: dict(dropout_p=0.1, seed=meta(1, dtype=torch.int64)),
     "sinks": lambda B, H, N: dict(sinks=meta(H, dtype=torch.float32)),
+    "score_mod": lambda B, H, N: aot.programs(
+        B, H, N, N, lambda table: lambda s, b, h, i, j: s + table[h, i - j + N]
+    ),
 }
 # nvcc's kernels by pass: traits, template, and the constants of a tile's rows and keys.
 CUDA = {
@@ -152,7 +155,7 @@ def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any
 
     B, H, N = 2, 8, 4096
     given = FEATURES[feature](B, H, N)
-    names = ("mask", "alibi_slopes", "sinks", "seed")
+    names = ("mask", "alibi_slopes", "sinks", "seed", "captured_floats")
     tensors = {x: given.pop(x) for x in names if x in given}
     q, k, v = (meta(B, H, n, head_dim) for n in (rows or N, N, N))
     t = spec.Tensors(q, k, v, **tensors)

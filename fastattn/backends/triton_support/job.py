@@ -30,6 +30,7 @@ from .arguments import (
     tf32,
 )
 from .launch_cache import Launch
+from .program_source import is_sum
 from .runtime import kernels, run, timed
 
 OWNS = dict(forward="rows", dq="rows", dkv="keys", dk="keys", dv="keys")
@@ -98,8 +99,9 @@ class Job:
         )
         f = flags(spec, tf32, tma)
         busy = [x for x in tile_configs.FEATURES if getattr(f, x)] + ["given"] * spec.weights
-        # A program needs registers for several values of every score.
-        busy += ["score_mod"] * 2 * (f.score_mod is not None)
+        # A sum needs registers as a mask does, another program for several values of every score.
+        if f.score_mod is not None:
+            busy += ["mask"] if is_sum(spec.score_mod) else ["score_mod"] * 2
         busy += ["mask_mod"] * (f.mask_mod is not None)
         if spec.dtype.itemsize == 2:
             wide_mask = spec.mask_dtype in (torch.float32, torch.float64)

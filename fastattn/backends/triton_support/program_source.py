@@ -52,6 +52,17 @@ def functions(spec: AttentionSpec) -> Functions:
 
 
 @functools.lru_cache(maxsize=512)
+def is_sum(text: str) -> bool:
+    """True if the score_mod of a text adds to the score what does not depend on it."""
+    program = ModText.parse(text).score
+    if program is None:
+        return False
+    d = Differentiation(program.values)
+    (score,) = [x for x, y in enumerate(d.values) if y.op == "score"] or [-1]
+    return score >= 0 and d.is_one(d.by(score, len(program.values) - 1))
+
+
+@functools.lru_cache(maxsize=512)
 def _functions(text: str, most: tuple[tuple[str, int], ...]) -> Functions:
     name, source = module_of(text, dict(most))
     namespace: dict[str, Any] = {"__name__": f"fastattn.kernels.{name}"}
