@@ -13,8 +13,10 @@ from ..backends import base
 from ..backends.native import libraries
 from ..backends.native.marshalling import kind
 from ..backends.preference import RULES, KernelClasses
-from ..call.spec import MEANING, AttentionSpec
+from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, MEANING, AttentionSpec, Tensors
 from ..call.validation import describe
+from ..score_mods.encoding import ModText
+from ..score_mods.intervals import NONE
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Explanation:
         kernels: By pass, the class of the CUDA kernels that would run it with these tensors:
             "sm_90", "sm_80", or "sm_80: " and why those of sm_90 would not. Empty if the backend
             cuda cannot run the call.
+        functions: What became of a score_mod and a mask_mod: a program on each score, with the
+            number of its operations and of the blocks that it hides, or a mask. "" without them.
 
     Example:
         >>> import torch
@@ -46,9 +50,12 @@ class Explanation:
     declined: dict[str, list[str]]
     unit: str | None = None
     kernels: dict[str, str] = field(default_factory=dict)
+    functions: str = ""
 
     def __str__(self) -> str:
         lines = [str(self.spec)]
+        if self.functions:
+            lines.append(f"  functions: {self.functions}")
         able = (
             "could run, but is not preferred" if self.backend else "could run, but is not asked for"
         )
@@ -98,6 +105,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     arguments.pop("return_lse", None)  # does not change the choice
     if v is None:
         raise TypeError("v: got NoneType, expected a torch.Tensor")
+    functions = any(arguments.get(name) is not None for name in ("score_mod", "mask_mod"))
     if arguments.get("seed") is None:
         arguments["seed"] = 0  # draw none: explain must not advance torch's generator
     if "cu_q" in arguments:
@@ -120,7 +128,22 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     if "cuda" not in declined:
         in_memory = t if kind(t) is not None else None  # fake tensors have no addresses
         kernels = cast(KernelClasses, base.get("cuda")).kernels(spec, t.q.device, in_memory)
-    return Explanation(spec, chosen, declined, unit, kernels)
+    said = _functions(t, spec) if functions else ""
+    return Explanation(spec, chosen, declined, unit, kernels, said)
+
+
+def _functions(t: Tensors, spec: AttentionSpec) -> str:
+    """As in "mask_mod: a program of 7 values; of 64 blocks of 32 x 64 pairs 28 are skipped"."""
+    if not spec.score_mod:
+        return "no mask" if t.mask is None else f"a mask of shape {tuple(t.mask.shape)}"
+    programs = ModText.parse(spec.score_mod)
+    named = {"score_mod": programs.score, "mask_mod": programs.mask}
+    said = [f"{x}: a program of {len(y.values)} values" for x, y in named.items() if y is not None]
+    if t.mask_blocks is not None:
+        skipped = int((t.mask_blocks == NONE).sum())
+        size = f"{BLOCK_ROWS} x {BLOCK_KEYS}"
+        said.append(f"of {t.mask_blocks.numel()} blocks of {size} pairs {skipped} are skipped")
+    return "; ".join(said)
 
 
 def _by_class(kernels: dict[str, str]) -> str:

@@ -160,6 +160,20 @@ def test_explain_has_the_reason_of_each_declining_backend(declining):
         assert part in why and part in str(found)
 
 
+@needs_cpu
+def test_explain_says_what_becomes_of_functions():
+    """A program with the blocks that it hides, or a mask where no kernel runs programs."""
+    q = torch.zeros(1, 2, 512, 16)
+    given = dict(score_mod=lambda s, b, h, i, j: s * 0.5, mask_mod=lambda b, h, i, j: i >= j)
+    said = str(fastattn.explain(q, q, q, **given))
+    assert "score_mod: a program of 3 values; mask_mod: a program of 3 values" in said
+    assert "of 128 blocks of 32 x 64 pairs 56 are skipped" in said
+    given.pop("score_mod")
+    found = fastattn.explain(q, q, q, **given, backend="reference")
+    assert found.functions == "a mask of shape (1, 1, 512, 512)"
+    assert fastattn.explain(q, q, q).functions == ""
+
+
 def test_explain_of_a_head_dim_that_only_the_reference_runs():
     found = fastattn.explain(*qkv(D=513))
     assert found.backend == "reference"
