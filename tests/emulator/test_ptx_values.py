@@ -204,6 +204,7 @@ WHOLE = {
     "rem": lambda n, a, b: a - b * trunc_div(a, b) if b else -1,
     "min": lambda n, a, b: min(a, b),
     "max": lambda n, a, b: max(a, b),
+    "min.relu": lambda n, a, b: max(min(a, b), 0),
     "max.relu": lambda n, a, b: max(a, b, 0),
     "neg": lambda n, a: -a,
     "abs": lambda n, a: abs(a),
@@ -302,6 +303,10 @@ def to_whole(x, kind, rounded, source):
     return int(max(low, min(high, x))) if math.isinf(x) else max(low, min(high, rounded(x)))
 
 
+# A float32 to a whole number, as a float32.
+ROUNDED = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+
+
 def converted(opcode, kinds, names, a, b=None):
     to, source = kinds[:2]
     if "x2" in opcode:
@@ -314,6 +319,8 @@ def converted(opcode, kinds, names, a, b=None):
         return (half.astype(np.uint32) << 16).view(np.float32)
     if opcode in ("cvt.rn.bf16.f32", "cvt.rn.f16.f32"):
         return [int(x) for x in narrowed(a, "bf16" in opcode)]
+    if to == source == "f32":
+        return ROUNDED[opcode.split(".")[1]](a)
     if to[0] == "f" and source[0] == "f":
         return a.astype(f"f{bits(to) // 8}")
     if to[0] == "f":
