@@ -49,14 +49,14 @@ class BlockMask(NamedTuple):
 def added(rows, keys, call, extras, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """(BM, BN): what the mask adds to scores: -inf outside the mask and where a mask_mod hides, and
     1 for NaN, which hides nothing."""
-    there = tl.broadcast_to(keys.j < call.N, [BM, BN])
-    x = tl.where(there, 0.0, float("-inf"))
+    there = keys.j < call.N
+    x = tl.where(tl.broadcast_to(there, [BM, BN]), 0.0, float("-inf"))
     if F.mask != "":
         at = rows.mask + keys.j.to(tl.int64) * extras.mask.sd
         if F.mask == "bool":
-            x = tl.where(tl.load(at, mask=keys.j < call.N, other=0) != 0, x, float("-inf"))
+            x = tl.where(tl.load(at, mask=there, other=0) != 0, x, float("-inf"))
         else:
-            found = tl.load(at, mask=keys.j < call.N, other=float("-inf")).to(tl.float32)
+            found = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
             x += tl.where(found == found, found, 1.0)
     if F.mask_mod is not None:
         b, h, i, j = indices(rows, keys, call, extras, F)

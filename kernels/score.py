@@ -421,23 +421,27 @@ def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
         # Relative to the tile's first key: exact in float32 for rows and keys near each other.
         at, j = (rows.at - keys.first).to(tl.float32), (keys.j - keys.first).to(tl.float32)
         s -= rows.slope * tl.abs(at - j)
-    if F.mask != "" and not (F.block_mask and PART == WHOLE):
-        at = rows.mask + keys.j.to(tl.int64) * extras.mask.sd
-        found = tl.load(at, mask=keys.j < call.N, other=0) if PART == EDGES else tl.load(at)
-        if F.mask == "bool":
-            seen = found != 0
-            s = tl.where(seen, s, float("-inf"))  # select: s may be NaN
-            if F.softcap:
-                derivative = tl.where(seen, derivative, 0.0)
-        else:
-            s += found.to(tl.float32)
-    if F.mask_mod is not None and not (F.block_mask and PART == WHOLE):
-        b, h, i, j = indices(rows, keys, call, extras, F)
-        seen = F.mask_mod(b, h, i, j, extras.captured)
-        s = tl.where(seen, s, float("-inf"))
-        if F.softcap or F.score_mod is not None:
-            derivative = tl.where(seen, derivative, 0.0)
+    if not (F.block_mask and PART == WHOLE):
+        if F.mask != "":
+            at = rows.mask + keys.j.to(tl.int64) * extras.mask.sd
+            found = tl.load(at, mask=keys.j < call.N, other=0) if PART == EDGES else tl.load(at)
+            if F.mask == "bool":
+                s, derivative = hidden(s, derivative, found != 0, F)
+            else:
+                s += found.to(tl.float32)
+        if F.mask_mod is not None:
+            b, h, i, j = indices(rows, keys, call, extras, F)
+            seen = F.mask_mod(b, h, i, j, extras.captured)
+            s, derivative = hidden(s, derivative, seen, F)
     return s, derivative
+
+
+@triton.jit
+def hidden(s, derivative, seen, F: tl.constexpr):
+    """-inf for scores that are not `seen`, 0 for their derivative: select, as both may be NaN."""
+    if F.softcap or F.score_mod is not None:
+        derivative = tl.where(seen, derivative, 0.0)
+    return tl.where(seen, s, float("-inf")), derivative
 
 
 @triton.jit

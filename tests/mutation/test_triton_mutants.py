@@ -336,8 +336,8 @@ a hidden block is on the list: block_mask.py: blocks
 -n += keep.to(tl.int32)
 +n += 1
 NaN in a mask hides: block_mask.py: nan
--tl.where(x == x, x, 1.0)
-+x
+-tl.where(found == found, found, 1.0)
++found
 lists of the first head: block_mask.py: over_blocks
 -b * found.sb + h * found.sh
 +b * found.sb + 0 * h

@@ -21,7 +21,7 @@ from tests.support.backends import INTERPRETED
 from tests.support.flex_functions import indices
 from tests.support.program_operators import CASES, IDS, function_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("one_thread")]
 if not INTERPRETED:
     pytest.skip("runs Triton's interpreter: make test-interpreter", allow_module_level=True)
 pytest.importorskip("triton")
@@ -227,3 +227,17 @@ def test_the_operator_refuses_a_gradient_of_captured_numbers():
 
 
 SHAPE = Shape(B, H, M, N)
+
+
+def test_a_derivative_that_is_not_finite_where_a_mask_hides():
+    """The derivative of a root at 0 is not finite. Pairs with it that a mask hides have no part."""
+    q, k, v = tensors()
+    k = k.detach().index_fill(2, torch.tensor([3, 40]), 0.0).requires_grad_()
+    shown = torch.ones(M, N, dtype=torch.bool).index_fill(1, torch.tensor([3, 40]), False)
+    given = dict(mask=shown, score_mod=lambda s, b, h, i, j: s.abs() ** 0.5)
+    found = []
+    for backend in ("triton", "cpu"):
+        out = fastattn.attention(q, k, v, backend=backend, **given)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    assert all(x.isfinite().all() for x in found[1])
+    close(*found)
