@@ -36,11 +36,6 @@ def exp(x):
 
 
 @triton.jit
-def exp2(x):
-    return tl.exp2(x)
-
-
-@triton.jit
 def log(x):
     return tl.log(x) if INTERPRETED else libdevice.log(x)
 
@@ -126,19 +121,31 @@ def sign_of_int(x):
 
 
 @triton.jit
+def is_rounded_up(rest, y):
+    """True where a quotient that is rounded towards 0, with this rest by y, is not its floor."""
+    return (rest != 0) & ((rest < 0) != (y < 0))
+
+
+@triton.jit
+def rest_of(x, y):
+    """x - trunc(x / y) y of float32, exact."""
+    return x % y if INTERPRETED else libdevice.fmod(x, y)
+
+
+@triton.jit
 def remainder_of_float(x, y):
     """x - floor(x / y) y, with the sign of y."""
-    rest = x % y if INTERPRETED else libdevice.fmod(x, y)
-    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+    rest = rest_of(x, y)
+    return tl.where(is_rounded_up(rest, y), rest + y, rest)
 
 
 @triton.jit
 def floor_div_of_float(x, y):
     """floor(x / y) as torch computes it, from the remainder."""
-    rest = x % y if INTERPRETED else libdevice.fmod(x, y)
+    rest = rest_of(x, y)
     ratio = tl.div_rn(x, y)
     quotient = tl.div_rn(x - rest, y)
-    quotient -= ((rest != 0) & ((rest < 0) != (y < 0))).to(tl.float32)
+    quotient -= is_rounded_up(rest, y).to(tl.float32)
     whole = tl.floor(quotient)
     whole += (quotient - whole > 0.5).to(tl.float32)
     whole = tl.where(quotient == 0, ratio * 0, whole)
@@ -150,8 +157,7 @@ def floor_div_of_int(x, y):
     """floor(x / y); 0 where y is 0. Triton's // rounds towards 0."""
     by = tl.where(y == 0, 1, y)
     quotient = x // by
-    rest = x - quotient * by
-    down = (rest != 0) & ((rest < 0) != (by < 0))
+    down = is_rounded_up(x - quotient * by, by)
     return tl.where(y == 0, 0, quotient - down.to(x.dtype))
 
 
@@ -162,14 +168,9 @@ def remainder_of_int(x, y):
 
 
 @triton.jit
-def shift_left(x, n):
-    """x << n, of an int64; n is taken as one of 0 to 63."""
-    return x << tl.minimum(tl.maximum(n, 0), 63)
-
-
-@triton.jit
-def shift_right(x, n):
-    return x >> tl.minimum(tl.maximum(n, 0), 63)
+def shift_amount(n):
+    """n as one of the amounts by which an int64 can be shifted."""
+    return tl.minimum(tl.maximum(n, 0), 63)
 
 
 @triton.jit

@@ -188,6 +188,7 @@ ON_REQUEST = {
     "tangents-functions": Variant(bent_and_hidden, MOVED, True),
 }
 ALL_VARIANTS = VARIANTS | ON_REQUEST
+SIXTEEN_BITS = (*ONE, "block mask", "functions", "packed", "paged")  # in these alone
 
 
 def cases(
@@ -196,18 +197,14 @@ def cases(
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[KernelCase]:
     for case in map(KernelCase._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
-        absent = (
-            (*ONE, "block mask", "functions", "packed", "paged")
-            if case.dtype == "float32"
-            else ("tf32",)
-        )
+        absent = SIXTEEN_BITS if case.dtype == "float32" else ("tf32",)
         if case.variant not in absent and not (ALL_VARIANTS[case.variant].tangents and rare(case)):
             yield case
 
 
 def rare(case: KernelCase) -> bool:
     """Is it a case of tangents that is skipped to save minutes?"""
-    newer = case.variant in ("tangents-all", "tangents-functions") and case.arch > 90
+    newer = case.variant.startswith("tangents-") and case.arch > 90
     return newer or case.dtype == "float32" or case.head_dim > 128
 
 

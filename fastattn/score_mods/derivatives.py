@@ -50,6 +50,12 @@ class Differentiation:
                     found[x] = RULES[value.op](self, x, value.args, moves)
         return found[result]
 
+    def by_score(self, result: int) -> tuple[Derivative, Derivative]:
+        """Return the first and the second derivative of value `result` by the score."""
+        score = next((at for at, value in enumerate(self.values) if value.op == "score"), None)
+        slope = None if score is None else self.by(score, result)
+        return slope, None if score is None or slope is None else self.by(score, slope)
+
     def is_one(self, x: Derivative) -> bool:
         return x is not None and self.values[x].number == 1.0
 

@@ -88,9 +88,7 @@ def encode(text: str, floats: int, ints: int, operators: str) -> array[int]:
     else:
         d = Differentiation(programs.score.values)
         result = len(programs.score.values) - 1
-        (score,) = [x for x, y in enumerate(d.values) if y.op == "score"] or [-1]
-        slope = None if score < 0 else d.by(score, result)
-        bend = None if slope is None else d.by(score, slope)
+        slope, bend = d.by_score(result)
         zero = d.number(0.0)
         has_derivative = not d.is_one(slope)
         first, second = (zero if x is None else x for x in (slope, bend))

@@ -55,8 +55,7 @@ def _derived(text: str) -> _Derived | None:
         return None if at is None or of is None else d.by(at, of)
 
     found = [at for at, x in enumerate(program.values) if x.op == "load" and x.kind == "float"]
-    slope = by(score, result)
-    bend = by(score, slope)
+    slope, bend = d.by_score(result)
     slopes = [by(at, result) for at in found]
     loads = tuple(Load(program.values[at].args[0], x, by(score, x)) for at, x in zip(found, slopes))
     by_two = tuple(tuple(by(at, x) for at in found) for x in slopes)

@@ -140,16 +140,20 @@ def structured(spec: AttentionSpec) -> bool:
     shape = (1,) * 4 + (spec.mask_shape or ())
     if spec.packed or spec.weights or spec.row_invariant:
         return False
-    masked, items, heads = reads(spec)
+    masked, items, heads = reads(spec.score_mod)
     if not masked and shape[-2] == 1:
         return False
     planes = spec.B if items else shape[-4], spec.H if heads else shape[-3]
     return tile_configs.structured(spec.B * spec.H, math.prod(planes), spec.M, spec.N)
 
 
-def reads(spec: AttentionSpec) -> tuple[bool, bool, bool]:
-    """Whether there is a mask_mod, and whether it reads the index of the item and of the head."""
-    mask = ModText.parse(spec.score_mod).mask if spec.score_mod else None
+@functools.lru_cache(maxsize=512)
+def reads(text: str) -> tuple[bool, bool, bool]:
+    """Whether programs have a mask_mod, and whether it reads the index of the item and of the head.
+
+    text: of `ModText`; "" without programs.
+    """
+    mask = ModText.parse(text).mask if text else None
     if mask is None:
         return False, False, False
     found = inputs_of(mask)

@@ -303,7 +303,7 @@ class Job:
         if found := self.block_masks.get((side, c.BM, c.BN)):
             return found
         spec, (mask, lengths, *_), of_keys = self.spec, self.extras, side == "keys"
-        _, of_items, of_heads = reads(spec)
+        _, of_items, of_heads = reads(spec.score_mod)
         of_items = of_items or lengths is not None or (mask is not None and mask.sb)
         of_heads = of_heads or (mask is not None and mask.sh)
         items, heads = spec.B if of_items else 1, spec.H if of_heads else 1

@@ -15,9 +15,11 @@ import hashlib
 import importlib
 import inspect
 import linecache
-import struct
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from ...call.spec import AttentionSpec
 from ...score_mods.bounds import Bounds, bounds
@@ -58,8 +60,8 @@ def is_sum(text: str) -> bool:
     if program is None:
         return False
     d = Differentiation(program.values)
-    (score,) = [x for x, y in enumerate(d.values) if y.op == "score"] or [-1]
-    return score >= 0 and d.is_one(d.by(score, len(program.values) - 1))
+    slope, _ = d.by_score(len(program.values) - 1)
+    return d.is_one(slope)
 
 
 @functools.lru_cache(maxsize=512)
@@ -89,9 +91,7 @@ def module_of(text: str, most: dict[str, int]) -> tuple[str, str]:
     if programs.score is not None:
         d = Differentiation(programs.score.values)
         result = len(programs.score.values) - 1
-        (score,) = [x for x, y in enumerate(d.values) if y.op == "score"] or [-1]
-        slope: Derivative = None if score < 0 else d.by(score, result)
-        bend = None if slope is None else d.by(score, slope)
+        slope, bend = d.by_score(result)
         parts.append(_function("score_mod", "s, ", d.values, (result, slope), inputs))
         parts.append(_function("bend", "s, ", d.values, (bend,), inputs))
     if programs.mask is not None:
@@ -186,23 +186,12 @@ def _is_positive(known: list[Bounds], args: Sequence[int]) -> bool:
 def _constant(value: Value, width: int) -> str:
     number = value.number
     if value.kind == "float":
-        (rounded,) = struct.unpack("f", struct.pack("f", _finite_or_infinite(number)))
-        finite = abs(rounded) < float("inf")
-        word = repr(rounded) if finite else f'float("{rounded}")'
+        rounded = torch.tensor(number, dtype=torch.float32).item()
+        word = repr(rounded) if math.isfinite(rounded) else f'float("{rounded}")'
         return f"tl.full([1, 1], {word}, tl.float32)"
     if value.kind == "bool":
         return f"tl.full([1, 1], {int(bool(number))}, tl.int1)"
     return f"tl.full([1, 1], {number}, tl.int{width})"
-
-
-def _finite_or_infinite(number: Any) -> float:
-    """The float32 range: struct refuses what rounds to infinity."""
-    most = (2 - 2.0**-24) * 2.0**127
-    return number if not abs(number) >= most else float("inf") * (1 if number > 0 else -1)
-
-
-def _called(name: str) -> str:
-    return f"of.{name}({{}})"
 
 
 FORMS: dict[str, str] = {
@@ -225,9 +214,10 @@ FORMS: dict[str, str] = {
     "trunc:f": "of.truncated({})",
     "round:f": "of.rounded({})",
     **{
-        f"{x}:f": _called(x)
-        for x in ("exp", "exp2", "log", "log2", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf")
+        f"{x}:f": f"of.{x}({{}})"
+        for x in ("exp", "log", "log2", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf")
     },
+    "exp2:f": "tl.exp2({})",
     "add:i": "{} + {}",
     "sub:i": "{} - {}",
     "mul:i": "{} * {}",
@@ -239,8 +229,8 @@ FORMS: dict[str, str] = {
     "floor_div:i": "of.floor_div_of_int({}, {})",
     "remainder:i": "of.remainder_of_int({}, {})",
     "sign:i": "of.sign_of_int({})",
-    "shift_left:i": "of.shift_left({}, {})",
-    "shift_right:i": "of.shift_right({}, {})",
+    "shift_left:i": "{} << of.shift_amount({})",
+    "shift_right:i": "{} >> of.shift_amount({})",
     "bit_and:i": "{} & {}",
     "bit_or:i": "{} | {}",
     "bit_xor:i": "{} ^ {}",
