@@ -178,6 +178,7 @@ PARTS = (
     _tested("gpu/test_gpu_scale", 600),
     _tested("gpu/test_gpu_pairs", 900),
     _tested("gpu/test_gpu_tangents", 600),
+    _tested("gpu/test_gpu_functions", 600),
     Part(
         "ledger",
         900,
