@@ -33,9 +33,11 @@ from .inspection.profiling import profile
 from .kv_cache.cache import KVCache
 from .merging import merge
 from .public_names import set_module
+from .score_mods.tracing import Mod
 
 __all__ = [
     "KVCache",
+    "Mod",
     "MultiheadAttention",
     "Place",
     "attention",

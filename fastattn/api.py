@@ -26,7 +26,7 @@ from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors, acc_dtype
 from .call.validation import check, check_lse, counts, need_dense
 from .dispatch import (
     context_parallel,
-    library_ops,  # registers the operators that `dispatcher` dispatches to
+    library_ops,  # noqa: F401  registers the operators that `dispatcher` dispatches to
 )
 from .dispatch.dispatcher import call
 from .dispatch.operation import ATTENTION, WEIGHTS
@@ -550,7 +550,9 @@ def prepare(
         t, plain, with_grad = _with_functions(t, plain, given["score_mod"], given["mask_mod"])
     if mod is not None:
         t = _with_captured(t, mod)
-        plain, with_grad = (x._replace(score_mod=mod.text) for x in (plain, with_grad))
+        plain, with_grad = (
+            x._replace(score_mod=mod.text, captured_sizes=mod.sizes) for x in (plain, with_grad)
+        )
     return t, with_grad if is_grad_enabled() and _requires_grad(t) else plain
 
 
@@ -603,15 +605,17 @@ def prepare_packed(
 
 def runs_programs(device: torch.device, backend: str | None, trains_captured: bool) -> bool:
     """True if kernels that run programs, the CPU's or Triton's, run calls on this device and
-    backend. Triton's have no gradient of captured tensors."""
+    backend. Triton's have no gradient of captured tensors. Compiled code does not look whether the
+    kernels are there: the oracle runs programs where they are not."""
     if device.type == "cpu" and backend in (None, "", "cpu"):
-        return cpu_unavailable() is None
+        return is_compiling() or cpu_unavailable() is None
     interpreted = device.type == "cpu" and backend == "triton"
     on_gpu = device.type == "cuda" and backend in (None, "", "triton")
-    return (interpreted or on_gpu) and not trains_captured and triton_unavailable() is None
+    if trains_captured or not (interpreted or on_gpu):
+        return False
+    return is_compiling() or triton_unavailable() is None
 
 
-@library_ops.opaque_to_dynamo  # compiled code has a graph break here
 def _with_functions(
     t: Tensors, o: Options, score_mod: ScoreMod | None, mask_mod: MaskMod | None
 ) -> tuple[Tensors, Options, Options]:
@@ -622,7 +626,8 @@ def _with_functions(
         NotImplementedError: The kernels of this device run no programs, and the score_mod amounts
             to no mask.
     """
-    check(t, o)
+    if not is_compiling():  # there, operators check
+        check(t, o)
     device, dtype = t.q.device, acc_dtype(t.q.dtype)
     B, M, N = counts(t, o)
     found = ModCall.of(
@@ -637,7 +642,8 @@ def _with_functions(
     runs = runs_programs(device, o.backend, found.trains_captured())
     lowered = found.lowered(rest) if runs else None
     if lowered is not None:
-        t, o = _with_captured(t, lowered), o._replace(score_mod=lowered.text, softcap=rest.softcap)
+        t, o = _with_captured(t, lowered), o._replace(softcap=rest.softcap)
+        o = o._replace(score_mod=lowered.text, captured_sizes=lowered.sizes)
     elif rest.score is None:
         t = t._replace(mask=_mask_of(found, t.mask))
         o = o._replace(softcap=rest.softcap)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..call.spec import Options, Tensors
 
-LATER = ("captured_floats", "captured_ints", "mask_blocks", "score_mod")
+LATER = ("captured_floats", "captured_ints", "mask_blocks", "score_mod", "captured_sizes")
 _OWN = (*Tensors._fields, *Options._fields)  # the order of the pair
 FIELDS = (*(x for x in _OWN if x not in LATER), *LATER)
 N_TENSORS = len(Tensors._fields)

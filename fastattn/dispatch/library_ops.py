@@ -26,6 +26,7 @@ from ..call.spec import (
     Tensors,
 )
 from ..call.validation import check, check_results
+from ..score_mods.unlowered import lowered_call
 from . import flops, formulas, functorch
 from .formulas import PassCall, Passes, names
 from .forward_arguments import FIELDS, LATER, flat, pair
@@ -57,6 +58,7 @@ _TYPES = {
 }
 # Sizes: by default those of tensors, which are symbols in a compiler.
 _SYMBOLS = {"max_q": "SymInt?", "max_k": "SymInt?"}
+_SYMBOLS["captured_sizes"] = "SymInt[]?"
 _SYMBOLS |= dict.fromkeys(DROPOUT_PERIODS, "SymInt")
 
 # The layouts in `Options` may follow the strides of inputs: a compiler has to keep these strides.
@@ -67,7 +69,8 @@ library: torch.library.Library = torch.library.Library("fastattn", "DEF")
 def inputs_schema() -> str:
     """The arguments for `Tensors`, then `Options`."""
     types = {name: f"Tensor{'?' if a.optional else ''}" for name, a in ARGUMENTS.items()}
-    types |= {name: _TYPES[hint] for name, hint in get_type_hints(Options).items()} | _SYMBOLS
+    types |= {name: _TYPES.get(hint, "") for name, hint in get_type_hints(Options).items()}
+    types |= _SYMBOLS
     return ", ".join(f"{kind} {NATIVE_NAMES.get(name, name)}" for name, kind in types.items())
 
 
@@ -75,6 +78,7 @@ def forward_schema() -> str:
     """The same in the order of `forward_arguments`, with defaults for later arguments."""
     kinds = dict(zip((*ARGUMENTS, *Options._fields), inputs_schema().split(", ")))
     defaults = {name: "None" if name in ARGUMENTS else '""' for name in LATER}
+    defaults["captured_sizes"] = "None"
     return ", ".join(
         kinds[name] + (f"={defaults[name]}" if name in defaults else "") for name in FIELDS
     )
@@ -150,7 +154,7 @@ def _refuse_forward_mode() -> None:
 @opaque_to_dynamo
 def _forward_kernel(op: Operation, *args):
     _refuse_forward_mode()
-    t, o = split(args)
+    t, o = lowered_call(*split(args))
     return _untuple(run_forward(op, t, o, kind(t)))
 
 
@@ -196,6 +200,7 @@ def _vmap(op: Operation, info, in_dims, *args):
 def _backward_kernel(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
     grads, outs, t, o, needs_grad = _backward_arguments(op, args)
+    t, o = lowered_call(t, o)
     planned = plan(t, o, kind(t))
     check_results(t, o, op.results, outs)
     check_results(t, o, op.results, grads, "gradient of ")
@@ -259,6 +264,7 @@ def _jvp_arguments(args):
 def _jvp_kernel(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
     u, outs, t, o = _jvp_arguments(args)
+    t, o = lowered_call(t, o)
     found = kind(t)
     plan(t, o, found)
     check_results(t, o, op.results, outs)
@@ -312,6 +318,7 @@ def _second_arguments(args):
 def _second_kernel(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
     u, outs, grads, t, o, needs_grad = _second_arguments(args)
+    t, o = lowered_call(t, o)
     found = kind(t)
     plan(t, o, found)
     check_results(t, o, WITH_TANGENTS, outs)

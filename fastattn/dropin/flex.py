@@ -21,7 +21,6 @@ from ..api import attend, autocast, draw_seed, may_autocast, runs_programs
 from ..backends.base import in_order
 from ..backends.base import names as backend_names
 from ..call.spec import TOKENS, acc_dtype
-from ..dispatch.library_ops import opaque_to_dynamo
 from ..score_mods.lowering import Lowered
 from ..score_mods.mod_call import ModCall
 from ..score_mods.recognition import Shape
@@ -70,7 +69,6 @@ def flex_attention(
     sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Tensor | tuple[Tensor, Any]: ...
-@opaque_to_dynamo
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -116,7 +114,9 @@ def flex_attention(
     softcap(score) + f(b, h, i, j) then runs on the oracle, in O(B H M N) memory. On all devices
     second derivatives by captured tensors run there.
 
-    In compiled code the call breaks the graph.
+    In compiled and exported code the functions are traced as part of the graph; the programs are
+    lowered when it runs. Where torch.compile cannot follow a function, `fastattn.Mod` has it traced
+    outside. A function with whole numbers of more than 32 bits needs float64 tensors there.
 
     Args:
         query: Queries.
@@ -179,7 +179,7 @@ def flex_attention(
     score = None if score_mod is None else trace_score_mod(score_mod, device=device)
     shown = flex_blocks.both(mask_mod, listed)
     mask = None if shown is None else trace_mask_mod(shown, device=device)
-    casts = may_autocast()
+    casts = may_autocast() and torch.is_autocast_enabled(device.type)
     if casts:
         query, key, value, _ = autocast(query, key, value, None)
     if key.shape[0] != query.shape[0]:

@@ -46,7 +46,8 @@ def mask_mod_of(block_mask: Any) -> MaskMod | None:
     """
     states, of_pair = block_states(block_mask), block_mask.mask_mod
     rows, keys = block_mask.BLOCK_SIZE
-    if states.device.type == "cpu":  # on a GPU, reading the lists would wait for it
+    # Reading the lists of a GPU would wait for it, and breaks a graph.
+    if states.device.type == "cpu" and not torch.compiler.is_compiling():
         if bool((states == WHOLE).all()):
             return None
         if bool((states == PARTIAL).all()):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
-from .registry import FUNCTIONS, known_as, pair
+from .registry import FUNCTIONS, known_as, pair, with_first
 from .symbols import Symbol, Trace, refused
 
 
@@ -18,9 +17,9 @@ def _unary(op: str, least: str, t: Trace, input: Any) -> Symbol:
 
 
 for _op in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf"):
-    FUNCTIONS[_op] = partial(_unary, _op, "float")
+    FUNCTIONS[_op] = with_first(_unary, _op, "float")
 for _op in ("neg", "abs", "sign"):
-    FUNCTIONS[_op] = partial(_unary, _op, "int")
+    FUNCTIONS[_op] = with_first(_unary, _op, "int")
 for _alias, _op in dict(
     negative="neg", absolute="abs", sgn="sign", expit="sigmoid", special_exp2="exp2"
 ).items():
@@ -35,7 +34,7 @@ def _rounded(op: str, t: Trace, input: Any, *, decimals: int = 0) -> Symbol:
 
 
 for _op in ("floor", "ceil", "trunc", "round"):
-    FUNCTIONS[_op] = partial(_rounded, _op)
+    FUNCTIONS[_op] = with_first(_rounded, _op)
 FUNCTIONS["fix"] = FUNCTIONS["trunc"]
 
 
@@ -185,7 +184,7 @@ for _op, _names, _logical in (
     ("minimum", ("minimum", "min", "amin"), "and"),
     ("maximum", ("maximum", "max", "amax"), "or"),
 ):
-    known_as(*_names)(partial(_extreme, _op, _logical))
+    known_as(*_names)(with_first(_extreme, _op, _logical))
 
 
 @known_as("clamp", "clip", "hardtanh")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
-from .registry import FUNCTIONS, known_as, pair
+from .registry import FUNCTIONS, known_as, pair, with_first
 from .symbols import Symbol, Trace, refused
 
 
@@ -22,7 +21,7 @@ for _names in (
     "eq",
     "ne not_equal",
 ):
-    known_as(*_names.split())(partial(_compare, _names.split()[0]))
+    known_as(*_names.split())(with_first(_compare, _names.split()[0]))
 
 
 @known_as("isnan")
@@ -57,9 +56,9 @@ def _logical(op: str, t: Trace, input: Any, *other: Any) -> Symbol:
 
 
 for _name in ("and", "or", "xor", "not"):
-    _handler = partial(_bitwise, _name, f"bit_{_name}")
+    _handler = with_first(_bitwise, _name, f"bit_{_name}")
     known_as(_name, f"r{_name}", f"i{_name}", f"bitwise_{_name}")(_handler)
-    FUNCTIONS[f"logical_{_name}"] = partial(_logical, _name)
+    FUNCTIONS[f"logical_{_name}"] = with_first(_logical, _name)
 FUNCTIONS["invert"] = FUNCTIONS["not"]
 
 
@@ -71,7 +70,7 @@ def _shifted(op: str, t: Trace, input: Any, other: Any) -> Symbol:
 
 
 for _side, _letter in (("left", "l"), ("right", "r")):
-    _handler = partial(_shifted, f"shift_{_side}")
+    _handler = with_first(_shifted, f"shift_{_side}")
     known_as(f"{_letter}shift", f"i{_letter}shift", f"bitwise_{_side}_shift")(_handler)
     FUNCTIONS[f"r{_letter}shift"] = lambda t, x, y, f=_handler: f(t, y, x)
 

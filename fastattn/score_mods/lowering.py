@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,12 +37,14 @@ class Lowered(NamedTuple):
     floats: (numbers,), float32 or float64, with the gradients of the captured tensors; or None.
     ints: (numbers,), int64, or None.
     blocks: (B or 1, H or 1, blocks of rows, blocks of keys), int8, of `intervals`; or None.
+    sizes: of each captured tensor in each dimension, beside a text of `unlowered`; symbols, maybe.
     """
 
     text: str
     floats: Tensor | None
     ints: Tensor | None
     blocks: Tensor | None
+    sizes: tuple[int, ...] | None = None
 
 
 class Begin(NamedTuple):
@@ -53,6 +56,28 @@ class Begin(NamedTuple):
     key: int = 0
 
 
+def may_lower(score: Program | None, mask: Program | None, tensors: Sequence[Tensor]) -> bool:
+    """False where a mask serves better: a captured tensor is as large as one."""
+    programs = [x for x in (score, mask) if x is not None]
+    if any(_is_like_a_mask(x, p, tensors) for p in programs for x in p.values):
+        return False
+    used = {x.tensor for p in programs for x in p.values if x.tensor is not None}
+    return sum(tensors[x].numel() for x in used) <= MOST_COPIED
+
+
+def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Captured tensors, one after the other: the floats in this dtype, the others in int64. None
+    where there is no number."""
+    found = []
+    for floating, own in ((True, dtype), (False, torch.int64)):
+        parts = [x.to(own).reshape(-1) for x in tensors if x.is_floating_point() == floating]
+        if not sum(x.numel() for x in parts):
+            found.append(None)
+        else:
+            found.append(parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
+    return found[0], found[1]
+
+
 def lower(
     score: Program | None,
     mask: Program | None,
@@ -61,6 +86,7 @@ def lower(
     dtype: torch.dtype,
     begin: Begin,
     device: torch.device = CPU,
+    flat: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Lowered | None:
     """Lower the programs of a call. Values of captured tensors are read if all are on a CPU.
 
@@ -73,32 +99,61 @@ def lower(
         begin: The first indices.
         device: Of the call. Kernels of CPUs have 32 bits for whole numbers beside float32 scores,
             and take classes of blocks.
+        flat: What `joined` made of all captured tensors. None: join those that programs load.
 
     Returns:
         None where another form serves better: whole numbers do not fit in the bits that kernels
-        have for them, or a captured tensor is as large as a mask.
+        have for them, or, without `flat`, a captured tensor is as large as a mask.
     """
+    if flat is None and not may_lower(score, mask, tensors):
+        return None
     programs = [x for x in (score, mask) if x is not None]
     used = sorted({x.tensor for p in programs for x in p.values if x.tensor is not None})
-    if any(_is_like_a_mask(x, p, tensors) for p in programs for x in p.values):
-        return None
-    table = _Table.of(tensors, used)
-    if table.copied > MOST_COPIED:
-        return None
+    joins = used if flat is None else range(len(tensors))
+    table = tuple((x, tensors[x].is_floating_point(), tuple(tensors[x].shape)) for x in joins)
     ends = (x + max(n, 1) - 1 for x, n in zip(begin, shape))
-    inputs = dict(zip("bhij", zip(begin, ends)))
     on_cpu = device.type == "cpu" and all(tensors[x].device.type == "cpu" for x in used)
     known = extremes({x: tensors[x] for x in used}) if on_cpu else {}
-    flat, outside = [], _Outside()
-    for program in (score, mask):
-        flat.append(None if program is None else table.flattened(program, inputs, known, outside))
-    text = ModText(*flat, outside.program)
-    own = {1: _union(known.values())} if known else {}
     narrow = on_cpu and dtype == torch.float32
-    if narrow and not all(_is_narrow(x, inputs, own) for x in text if x):
+    text = _text(score, mask, table, tuple(zip(begin, ends)), tuple(known.items()), narrow)
+    if text is None:
         return None
     blocks = _blocks(mask, tensors, shape, dtype, begin) if on_cpu and mask is not None else None
-    return Lowered(text.text(), table.floats(tensors, dtype), table.ints(tensors), blocks)
+    if flat is None:
+        flat = joined([tensors[x] for x in used], dtype)
+    return Lowered(text, *flat, blocks)
+
+
+@functools.lru_cache(maxsize=512)
+def _text(
+    score: Program | None,
+    mask: Program | None,
+    joins: tuple[tuple[int, bool, tuple[int, ...]], ...],
+    ranges: tuple[tuple[int, int], ...],
+    extremes: tuple[tuple[int, tuple[int, int]], ...],
+    narrow: bool,
+) -> str | None:
+    """The text of the lowered programs.
+
+    Args:
+        score: Of the score_mod, or None.
+        mask: Of the mask_mod, or None.
+        joins: The number of each captured tensor that is joined, whether it has floats, its shape.
+        ranges: The first and the last b, h, i and j.
+        extremes: The bounds of captured tensors of whole numbers.
+        narrow: Whether whole numbers have 32 bits. If one may need more, there is no text.
+    """
+    table, inputs, known = _Table.of(joins), dict(zip("bhij", ranges)), dict(extremes)
+    flattened, outside = [], _Outside()
+    for program in (score, mask):
+        flattened.append(
+            None if program is None else table.flattened(program, inputs, known, outside)
+        )
+    text = ModText(*flattened, outside.program)
+    own = {1: _union(known.values())} if known else {}
+    if narrow and not all(_is_narrow(x, inputs, own) for x in text if x):
+        return None
+    return text.text()
 
 
 def _union(ranges) -> tuple[int, int]:
@@ -125,34 +180,22 @@ def _is_like_a_mask(value: Value, program: Program, tensors: Sequence[Tensor]) -
 
 
 class _Table(NamedTuple):
-    """Where the numbers of each captured tensor begin in the two flat tensors."""
+    """Where the numbers of each captured tensor begin in the two tensors of `joined`."""
 
-    kinds: dict[int, str]  # of the tensors that are loaded
+    kinds: dict[int, str]  # of the tensors that are joined
     first: dict[int, int]
     shapes: dict[int, tuple[int, ...]]
-    copied: int
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], used: Sequence[int]) -> _Table:
-        kinds = {x: "float" if tensors[x].is_floating_point() else "int" for x in used}
-        first, room = {}, {"float": 0, "int": 0}
-        for x in used:
+    def of(cls, joins: Sequence[tuple[int, bool, tuple[int, ...]]]) -> _Table:
+        """joins: the number of each tensor, whether it has floats, its shape."""
+        kinds, first, shapes = {}, {}, {}
+        room = {"float": 0, "int": 0}
+        for x, floating, shape in joins:
+            kinds[x], shapes[x] = "float" if floating else "int", shape
             first[x] = room[kinds[x]]
-            room[kinds[x]] += tensors[x].numel()
-        shapes = {x: tuple(tensors[x].shape) for x in used}
-        return cls(kinds, first, shapes, sum(room.values()))
-
-    def _joined(self, tensors: Sequence[Tensor], kind: str, dtype: torch.dtype) -> Tensor | None:
-        parts = [tensors[x].to(dtype).reshape(-1) for x, y in self.kinds.items() if y == kind]
-        if not sum(x.numel() for x in parts):
-            return None
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-
-    def floats(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-        return self._joined(tensors, "float", dtype)
-
-    def ints(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        return self._joined(tensors, "int", torch.int64)
+            room[kinds[x]] += math.prod(shape)
+        return cls(kinds, first, shapes)
 
     def flattened(
         self, program: Program, inputs: dict[str, tuple[int, int]], ints: Ints, outside: _Outside

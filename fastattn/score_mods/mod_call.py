@@ -15,10 +15,11 @@ from torch import Tensor
 from .additive import Sum, as_sum, capped, conjunction
 from .diagonals import diagonal_indices, is_of_difference, spread
 from .evaluate import evaluate
-from .lowering import Begin, Lowered, lower
+from .lowering import Begin, Lowered, lower, may_lower
 from .program import Program
 from .recognition import Shape, Structure, recognise
 from .tracing import Traced, merge
+from .unlowered import unlowered
 
 
 class Rest(NamedTuple):
@@ -65,7 +66,7 @@ class ModCall(NamedTuple):
     ) -> ModCall:
         """begin: None if the call is no part of a larger one: then structure is recognised."""
         score, mask, tensors = merge(of_score, of_mask)
-        if begin is None:
+        if begin is None and not torch.compiler.is_compiling():
             found = recognise(score, mask, tensors, sizes, dtype=dtype, documents=False)
         else:
             found = Structure(score=score, mask=mask)
@@ -106,6 +107,10 @@ class ModCall(NamedTuple):
         """Its programs as kernels run them. None if there is none, or if a mask serves better."""
         if rest.score is None and rest.mask is None:
             return None
+        symbols = any(type(n) is not int for n in self.sizes)  # in a graph of make_fx
+        if symbols or torch.compiler.is_compiling():
+            given = *rest[:2], self.tensors
+            return unlowered(*given, self.dtype) if may_lower(*given) else None
         try:
             about = self.sizes, self.dtype, self.begin, self.device
             return lower(*rest[:2], self.tensors, *about)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from .operators import KINDS, OPS, RESULTS
 
 INT64 = range(-(2**63), 2**63)
@@ -51,15 +53,7 @@ class Program:
 
     @cached_property
     def _text(self) -> str:
-        lines = [" ".join(["captured", *(f"{kind}:{dims}" for kind, dims in self.captured)])]
-        for value in self.values:
-            words = [value.op, value.kind]
-            if value.op == "constant":
-                words.append(_number_text(value))
-            if value.op == "load":
-                words.append(f"@{value.tensor}")
-            lines.append(" ".join([*words, *map(str, value.args)]))
-        return "\n".join(lines)
+        return _text(self)
 
     def text(self) -> str:
         """Return the program as text, one line a value. `parse` reads it back exactly.
@@ -68,7 +62,7 @@ class Program:
         operator, the kind of its result, and the numbers of its operands. A constant has its
         number (floats in hexadecimal), a load the number of its tensor after @.
         """
-        return self._text
+        return self._text if not torch.compiler.is_dynamo_compiling() else _text(self)
 
     @classmethod
     def parse(cls, text: str) -> Program:
@@ -116,6 +110,18 @@ class Program:
 
     def __hash__(self) -> int:
         return hash(self._text)
+
+
+def _text(program: Program) -> str:
+    lines = [" ".join(["captured", *(f"{kind}:{dims}" for kind, dims in program.captured)])]
+    for value in program.values:
+        words = [value.op, value.kind]
+        if value.op == "constant":
+            words.append(_number_text(value))
+        if value.op == "load":
+            words.append(f"@{value.tensor}")
+        lines.append(" ".join([*words, *map(str, value.args)]))
+    return "\n".join(lines)
 
 
 def _number_text(value: Value) -> str:

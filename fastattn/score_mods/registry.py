@@ -25,3 +25,9 @@ def known_as(*names: str) -> Callable[[Handler], Handler]:
 def pair(t: Trace, name: str, x: Any, y: Any, least: str = "bool") -> tuple[Symbol, ...]:
     """Two operands of the kind that torch promotes them to, which is at least `least`."""
     return t.promoted(t.lift(x, name), t.lift(y, name), least=least)
+
+
+def with_first(f: Callable, *first: Any) -> Callable:
+    """`f` with its first arguments given. Dynamo does not trace a functools.partial that it finds
+    in a table."""
+    return lambda *args, **kwargs: f(*first, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,8 @@ ORDER = {"bool": 0, "int": 1, "float": 2}
 
 def line_of_user() -> str:
     """The file and line of the innermost call that is neither torch's nor of this folder."""
+    if torch.compiler.is_dynamo_compiling():  # it shows the line itself
+        return "in compiled code"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((HERE, TORCH)):
         frame = frame.f_back
@@ -53,8 +56,7 @@ class Trace:
         self.device: torch.device = device
         self.dtype: torch.dtype = dtype
         self.tensors: list[Tensor] = []
-        self.number: dict[int, int] = {}  # of the captured tensor with this id, which we hold
-        self.literals: dict[int, Tensor] = {}  # 0-d tensors that the function made itself
+        self.literals: list[Tensor] = []  # 0-d tensors that the function made itself
 
     def symbol(self, at: int) -> Symbol:
         return Symbol(self, at, self.builder.values[at].kind)
@@ -66,18 +68,25 @@ class Trace:
         return self.emit(name)
 
     def constant(self, number: int | float | bool) -> Symbol:
+        if type(number) is int:
+            number = operator.index(number)  # in compiled code it may be a symbol
         return self.symbol(self.builder.constant(number))
 
     def capture(self, tensor: Tensor) -> int:
         """The number of a captured tensor. The same object has one number."""
-        number = self.number.get(id(tensor))
-        if number is None:
-            number = self.number[id(tensor)] = len(self.tensors)
-            self.tensors.append(tensor)
-        return number
+        # Compiled code that asked for id(tensor) would be compiled anew for each tensor.
+        for number, known in enumerate(self.tensors):
+            if known is tensor:
+                return number
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def is_literal(self, x: Tensor) -> bool:
+        """True for a 0-d tensor that the function made itself: a number of the program."""
+        return any(x is known for known in self.literals)
 
     def load(self, tensor: Tensor, index: tuple[Symbol, ...] = ()) -> Symbol:
-        if not index and id(tensor) in self.literals:
+        if not index and self.is_literal(tensor):
             return self.constant(tensor.item())
         kind = kind_of(tensor.dtype)
         args = tuple(x.at for x in index)

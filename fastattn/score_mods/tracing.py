@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from .symbols import Symbol, Table, Trace, indexed, kind_of, refused
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
+SCORE_MOD, MASK_MOD = ("score", "b", "h", "i", "j"), ("b", "h", "i", "j")
 GETITEM = torch.Tensor.__getitem__
 SETITEM = torch.Tensor.__setitem__
 # A 0-d tensor that these make inside of the function is a number of the program.
@@ -34,6 +36,67 @@ class Traced(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+class Mod:
+    """State a score_mod or a mask_mod that was traced before torch.compile meets it.
+
+    `fastattn.flex_attention` and `attention` trace plain functions inside of compiled code, too.
+    Where torch.compile cannot (in torch.utils.checkpoint, or if a function calls what it cannot
+    follow), it raises or breaks the graph: make a Mod of the function outside, and pass the Mod. In
+    compiled code a Mod has the numbers and the objects that the function used when the Mod was
+    made. The elements of captured tensors are read at each call. Elsewhere a Mod is its function.
+
+    Args:
+        fn: A score_mod (score, b, h, i, j) -> score or a mask_mod (b, h, i, j) -> bool.
+
+    Raises:
+        TypeError, NotImplementedError, IndexError: No program has what the function does; the
+            message has its line.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q, k, v = torch.randn(3, 1, 2, 9, 16)
+        >>> causal = fastattn.Mod(lambda b, h, i, j: i >= j)
+        >>> def model(q, k, v):
+        ...     return fastattn.flex_attention(q, k, v, mask_mod=causal)
+        >>> torch.compile(model, backend="eager", fullgraph=True)(q, k, v).shape
+        torch.Size([1, 2, 9, 16])
+    """
+
+    def __init__(self, fn: Callable) -> None:
+        self.fn = fn
+        # As text: compiled code may take the numbers of an object for symbols.
+        self._traced: dict[str, tuple[str, tuple[Tensor, ...]]] = {}
+        tracers = {"score_mod": trace_score_mod, "mask_mod": trace_mask_mod}
+        for (name, tracer), names in zip(tracers.items(), (SCORE_MOD, MASK_MOD)):
+            if not self._traced and (name == "mask_mod" or _takes(fn, names)):
+                found = tracer(fn)
+                for x in found.tensors[:1]:  # what `device` of a symbol is
+                    found = found if x.device.type == "cpu" else tracer(fn, device=x.device)
+                self._traced[name] = found.program.text(), found.tensors
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self.fn(*args)
+
+    def __repr__(self) -> str:
+        return f"Mod({self.fn!r})"
+
+    def _traced_as(self, name: str) -> Traced:
+        if name not in self._traced:
+            raise TypeError(f"{name}: got {self!r} of a {next(iter(self._traced))}")
+        text, tensors = self._traced[name]
+        return Traced(Program.parse(text), tensors)
+
+
+def _takes(fn: Callable, names: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(fn).bind(*names)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 class _Mode(TorchFunctionMode):
     """Take torch's functions that get a symbol. All others run as they are."""
 
@@ -45,7 +108,7 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is GETITEM:
+        if func is GETITEM or func is operator.getitem:
             tensor, key = args[0], args[1]
             if isinstance(tensor, Tensor) and _symbolic(key):
                 return indexed(self.trace, tensor, (None,) * tensor.dim(), key)
@@ -60,14 +123,14 @@ class _Mode(TorchFunctionMode):
         return result
 
     def _literal(self, f: Callable, args: tuple, result: Tensor) -> None:
-        known = self.trace.literals
+        trace = self.trace
         tensors = [x for x in args if isinstance(x, Tensor)]
         made = not tensors and getattr(f, "__name__", "") in MAKERS
-        derived = bool(tensors) and all(id(x) in known for x in tensors)
+        derived = bool(tensors) and all(trace.is_literal(x) for x in tensors)
         if (made or derived) and result.device.type == "cpu" and not result.requires_grad:
-            known[id(result)] = result
+            trace.literals.append(result)
         else:  # changed in place, by a captured tensor
-            known.pop(id(result), None)
+            trace.literals = [x for x in trace.literals if x is not result]
 
 
 def _symbolic(args: Any) -> bool:
@@ -106,7 +169,9 @@ def trace_score_mod(
         >>> [value.op for value in traced.program.values]
         ['score', 'i', 'j', 'sub', 'abs', 'to_float', 'sub']
     """
-    trace, result = _run(fn, ("score", "b", "h", "i", "j"), device, dtype)
+    if isinstance(fn, Mod) and torch.compiler.is_dynamo_compiling():
+        return fn._traced_as("score_mod")
+    trace, result = _run(fn, SCORE_MOD, device, dtype)
     return _traced(trace, trace.cast(_returned(trace, fn, result), "float"))
 
 
@@ -122,7 +187,9 @@ def trace_mask_mod(fn: Callable, *, device: torch.device | str = "cpu") -> Trace
         IndexError: A captured tensor has too many indices.
         NotImplementedError: The function has an operator that no program has.
     """
-    trace, result = _run(fn, ("b", "h", "i", "j"), device, torch.float32)
+    if isinstance(fn, Mod) and torch.compiler.is_dynamo_compiling():
+        return fn._traced_as("mask_mod")
+    trace, result = _run(fn, MASK_MOD, device, torch.float32)
     symbol = _returned(trace, fn, result)
     if symbol.kind != "bool":
         raise TypeError(
@@ -133,10 +200,6 @@ def trace_mask_mod(fn: Callable, *, device: torch.device | str = "cpu") -> Trace
 
 
 def _run(fn: Callable, names: tuple[str, ...], device: Any, dtype: Any) -> tuple[Trace, object]:
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "a score_mod or mask_mod is not traced inside of torch.compile: trace it outside"
-        )
     trace = Trace(torch.device(device), dtype)
     inputs = [trace.input(name) for name in names]
     with _Mode(trace):
@@ -227,6 +290,8 @@ def _renamed(values: Sequence[Value], numbers: list[int]) -> tuple[Value, ...]:
 def _is_same(x: Tensor, y: Tensor) -> bool:
     if x is y:
         return True
+    if torch.compiler.is_compiling():
+        return False
     if x.requires_grad or y.requires_grad or x.shape != y.shape or x.dtype != y.dtype:
         return False
     if x.device != y.device or x.stride() != y.stride():

@@ -42,7 +42,6 @@ REASONS = {
     "tests/semantics/test_argument_shapes.py": "one table of shapes",
     "tests/semantics/test_storage.py": "one property: the bits of dequantised rows, in any storage",
     "tests/support/tiers.py": "a table of tests",
-    "tests/torch_api/test_flex_attention.py": "torch's contract of one function",
     "tests/torch_api/test_sdpa_layout.py": "one property: results lie in memory as torch's do",
     "tests/triton/test_triton.py": "Triton's helpers and tiles, in its interpreter alone",
 }
