@@ -511,11 +511,13 @@ def prepare(
     *,
     orders: tuple[str, str] = IN_TOKENS,
     mod: Lowered | None = None,
+    in_parts: bool = False,
 ) -> tuple[Tensors, Options]:
     """Convert public arguments, named as in `Arguments`, to the form that all lower layers read.
 
     orders: the memory order of out, and of the gradients of q, k and v (`Options.out_order`).
     mod: the programs of a score_mod and a mask_mod.
+    in_parts: whether the call will be computed in parts, each with `lowered_call`.
     """
     given = resolved(arguments, function) if arguments else DEFAULTS
     compiling = is_compiling()
@@ -547,7 +549,8 @@ def prepare(
         seed = _seed(seed, plain.dropout_p, q)
     t = Tensors(*(q, k, v, mask, given["key_lengths"], given["alibi_slopes"], given["sinks"], seed))
     if given["score_mod"] is not None or given["mask_mod"] is not None:
-        t, plain, with_grad = _with_functions(t, plain, given["score_mod"], given["mask_mod"])
+        functions = given["score_mod"], given["mask_mod"]
+        t, plain, with_grad = _with_functions(t, plain, *functions, in_parts)
     if mod is not None:
         t = _with_captured(t, mod)
         plain, with_grad = (
@@ -617,7 +620,11 @@ def runs_programs(device: torch.device, backend: str | None, trains_captured: bo
 
 
 def _with_functions(
-    t: Tensors, o: Options, score_mod: ScoreMod | None, mask_mod: MaskMod | None
+    t: Tensors,
+    o: Options,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    in_parts: bool = False,
 ) -> tuple[Tensors, Options, Options]:
     """The call with a score_mod and a mask_mod, as programs, or as a mask where no kernel runs them
     or where a mask is as small; and the options with gradients.
@@ -626,7 +633,7 @@ def _with_functions(
         NotImplementedError: The kernels of this device run no programs, and the score_mod amounts
             to no mask.
     """
-    if not is_compiling():  # there, operators check
+    if not is_compiling() and not in_parts:  # there, operators check, and each part is checked
         check(t, o)
     device, dtype = t.q.device, acc_dtype(t.q.dtype)
     B, M, N = counts(t, o)
@@ -640,7 +647,12 @@ def _with_functions(
     )
     rest = found.rest(o.softcap)
     runs = runs_programs(device, o.backend, found.trains_captured())
-    lowered = found.lowered(rest) if runs else None
+    lowered = found.lowered(rest, in_parts) if runs else None
+    if in_parts and lowered is None:
+        raise NotImplementedError(
+            "score_mod: got a captured tensor with a gradient in a call in parts, expected one "
+            "without: no kernel of this device has its gradient; use strategy='gather' or 'ulysses'"
+        )
     if lowered is not None:
         t, o = _with_captured(t, lowered), o._replace(softcap=rest.softcap)
         o = o._replace(score_mod=lowered.text, captured_sizes=lowered.sizes)

@@ -19,7 +19,13 @@ from . import cost_model, gather, ring, ulysses, usp
 from .consistency import NOTHING, ROWS, UNCLEAR, Own, Team, facts_of, mask_rows, need_team, told
 from .consistency import agree as _agree
 from .cost_model import Cost
-from .global_call import GlobalCall, placeholder_with_all_rows, refuse_functions
+from .global_call import (
+    NO_FUNCTIONS,
+    GlobalCall,
+    placeholder_with_all_rows,
+    shared_functions,
+    traced,
+)
 from .layout import CONTIGUOUS, Layout, need_layout, size_of, spans_of
 from .machines import machine_of
 
@@ -123,10 +129,10 @@ def attention(
             the others, and parts that the layout allows; with dropout a seed is required.
         return_lse: If True, also return the LSE.
         **arguments: Those of `fastattn.attention`. The mask has this rank's rows and all keys.
-            key_lengths, alibi_slopes and sinks are those of the whole call. Every rank has the
-            whole of sinks, and of a mask without rows: their gradients are sums over ranks, the
-            same on each. With seed None the first rank draws. Only head, item and bottom_right of
-            place may be set.
+            key_lengths, alibi_slopes, sinks, score_mod and mask_mod are those of the whole call:
+            b, h, i and j count there. Every rank has the whole of sinks, of a mask without rows,
+            and of captured tensors: their gradients are sums over ranks, the same on each. With
+            seed None the first rank draws. Only head, item and bottom_right of place may be set.
 
     Shape:
         q: (B, H, M, D), M rows of this rank. Dtypes are those of `fastattn.attention`.
@@ -163,7 +169,6 @@ def attention(
     """
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.attention")
-    refuse_functions(given)
     how = dict(strategy=strategy, layout=layout, return_lse=return_lse)
     call = whole(q, k, v, team, how, agree, given)
     name = cheapest(weighed(call, q, k, v)[1]) if strategy == "auto" else strategy
@@ -178,7 +183,7 @@ def weighed(
 
     Both are the same on every rank: they depend on nothing that differs between ranks.
     """
-    undropped = {"place": call.at(), "dropout_p": 0.0, "seed": None}
+    undropped = NO_FUNCTIONS | {"place": call.at(), "dropout_p": 0.0, "seed": None}
     t, o = prepare(q, k, v, call.arguments | undropped)
     lo, hi = ring.band(call.rows, call.keys, o, t.key_lengths is not None)
     (B, H, _, D), Hk, Dv = q.shape, k.shape[1], v.shape[3]
@@ -229,12 +234,12 @@ def whole(
     given: dict[str, Any],
 ) -> GlobalCall:
     strategy, layout = how["strategy"], how["layout"]
-    check_own = functools.partial(_check_own, q, k, v, team, strategy, layout, given)
+    check_own = functools.partial(_check_own, q, k, v, team, strategy, layout)
     draws = bool(given["dropout_p"]) and given["seed"] is None
     if asks:
         found = _agreed(q, k, v, team, given, how, draws, check_own)
     else:
-        check_own()
+        check_own(given)
         if draws:
             raise ValueError("seed: got None, expected the same on every rank if agree is False")
         found = [_own(q, k, given, 0)] * team.ranks
@@ -243,6 +248,7 @@ def whole(
     _check_whole(q, k, v, sum(map(size_of, keys)), given)
     if draws:
         given = given | {"seed": found[0].seed}
+    given = shared_functions(traced(given, q), team)
     kinds = {x.mask_rows for x in found}
     has_rows = ROWS in kinds or kinds == {UNCLEAR}
     return GlobalCall(team, rows, keys, given, has_rows, given["place"] or EVERYTHING)
@@ -251,7 +257,8 @@ def whole(
 def _agreed(q, k, v, team, given, how, draws, check_own) -> list[Own]:
     own, trouble, facts = NOTHING, None, dict.fromkeys((*"qkv", *DEFAULTS, *how))
     try:
-        check_own()
+        check_own(given)
+        given = traced(given, q)
         own = _own(q, k, given, int(draw_seed("cpu")) if draws else 0)
         facts |= {name: told(x, OF_ROWS) for name, x in zip("qkv", (q, k, v))}
         facts |= facts_of(given, OF_ROWS) | how
@@ -298,6 +305,7 @@ def _check_whole(q, k, v, N: int, given) -> None:
 
 
 def _placeless(given) -> dict[str, Any]:
-    """The arguments with a fixed seed, so that none is drawn, and without a place: for checks."""
+    """The arguments with a fixed seed, so that none is drawn, and without a place and functions:
+    for checks."""
     seed = 0 if given["seed"] is None else given["seed"]
-    return given | {"seed": seed, "place": EVERYTHING}
+    return given | NO_FUNCTIONS | {"seed": seed, "place": EVERYTHING}

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..call.spec import ARGUMENTS
+from ..score_mods.tracing import Traced
 from .collectives import exchange, waiting
 
 
@@ -159,6 +160,8 @@ def facts_of(arguments: Mapping[str, Any], but: Sequence[int] = ()) -> dict[str,
     may differ between ranks."""
 
     def fact(name: str, x: Any) -> Any:
+        if isinstance(x, Traced):
+            return x.program.text(), *map(told, x.tensors)
         if not isinstance(x, Tensor):
             return x
         return told(x, but) if name in BROADCAST else values_told(x)

@@ -14,7 +14,6 @@ from . import cost_model
 from .attention_call import STRATEGIES, Strategy, cheapest, weighed, whole, why_not
 from .consistency import need_team
 from .cost_model import CallSizes, Cost, size_of
-from .global_call import refuse_functions
 from .layout import CONTIGUOUS, Layout
 from .machines import Machine, machine_of
 
@@ -130,7 +129,6 @@ def explain(
     """
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.explain")
-    refuse_functions(given)
     invariant = bool(given["row_invariant"])
     given = given | {"seed": 0 if given["seed"] is None else given["seed"]}  # so that none is drawn
     how = dict(strategy=strategy, layout=layout, return_lse=return_lse)

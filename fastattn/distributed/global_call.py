@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..call.place import Place
-from ..call.spec import ARGUMENTS, DIFFERENTIABLE
+from ..call.spec import ARGUMENTS, DIFFERENTIABLE, acc_dtype
+from ..score_mods.tracing import trace_mask_mod, trace_score_mod
 from . import layout
 from .collectives import Gather, Shape, Shared
 from .consistency import Team
@@ -62,10 +63,7 @@ class GlobalCall(NamedTuple):
         """An argument of which every rank holds the same whole tensor. Its gradient is summed over
         ranks."""
         x = self.arguments[name]
-        if x is not None and x.requires_grad:
-            for group in self.team.groups:
-                x = Shared.apply(group, name, x)
-        return x
+        return None if x is None else _shared(self.team, name, x)
 
     def differentiable(self) -> dict[str, Tensor | None]:
         """The arguments other than q, k and v that can have gradients, in the form that strategies
@@ -80,14 +78,40 @@ class GlobalCall(NamedTuple):
         return {x: self.arguments[x] if x in own else self.shared(x) for x in names}
 
 
-def refuse_functions(given: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for a score_mod or a mask_mod."""
-    for name in ("score_mod", "mask_mod"):
+NO_FUNCTIONS = dict.fromkeys(("score_mod", "mask_mod"))  # arguments of a call without them
+
+
+def traced(given: Mapping[str, Any], q: Tensor) -> dict[str, Any]:
+    """The arguments with a score_mod and a mask_mod traced, for a call of this q.
+
+    Raises:
+        TypeError, NotImplementedError, IndexError: As the functions of `score_mods.tracing`.
+    """
+    found = dict(given)
+    about = dict(device=q.device, dtype=acc_dtype(q.dtype))
+    if given["score_mod"] is not None:
+        found["score_mod"] = trace_score_mod(given["score_mod"], **about)
+    if given["mask_mod"] is not None:
+        found["mask_mod"] = trace_mask_mod(given["mask_mod"], device=q.device)
+    return found
+
+
+def shared_functions(given: Mapping[str, Any], team: Team) -> dict[str, Any]:
+    """The arguments with the captured tensors of traced functions shared: each rank holds them
+    whole, and their gradients are summed over ranks."""
+    found = dict(given)
+    for name in NO_FUNCTIONS:
         if given[name] is not None:
-            raise NotImplementedError(
-                f"{name}: got a function, expected None: calls on several ranks run no functions; "
-                "give a mask of this rank's rows, or causal, window and key_lengths"
-            )
+            tensors = tuple(_shared(team, f"a tensor of {name}", x) for x in given[name].tensors)
+            found[name] = given[name]._replace(tensors=tensors)
+    return found
+
+
+def _shared(team: Team, name: str, x: Tensor) -> Tensor:
+    if x.requires_grad:
+        for group in team.groups:
+            x = Shared.apply(group, name, x)
+    return x
 
 
 def gathered(team: Team, x: Tensor, spans: Spans, tensor_name: str, dim: int = 2) -> Tensor:

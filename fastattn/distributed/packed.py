@@ -26,7 +26,14 @@ from ..call.validation import check, describe, need
 from ..dispatch.library_ops import opaque_to_dynamo
 from . import layout
 from .consistency import NO_ROWS, NOTHING, Own, Team, agree, facts_of, need_team, told
-from .global_call import GlobalCall, gathered, placeholder_with_all_rows, refuse_functions
+from .global_call import (
+    NO_FUNCTIONS,
+    GlobalCall,
+    gathered,
+    placeholder_with_all_rows,
+    shared_functions,
+    traced,
+)
 from .layout import CONTIGUOUS, Span
 from .ulysses import Heads
 
@@ -157,7 +164,6 @@ def attention_packed(
     """
     team = need_team(group)
     given: dict[str, Any] = resolved(arguments, "fastattn.distributed.attention_packed")
-    refuse_functions(given)
     offsets, most = dict(cu_q=cu_q, cu_k=cu_k), dict(max_q=max_q, max_k=max_k)
     how = dict(strategy=strategy, return_lse=return_lse)
     found = _agreed(q, k, v, team, given, offsets, most, how)
@@ -169,6 +175,7 @@ def attention_packed(
         need(end == total, name, f"{end} last", f"{total}, the rows of all ranks")
     if given["dropout_p"] and given["seed"] is None:
         given = given | {"seed": found[0].seed}
+    given = shared_functions(traced(given, q), team)
     call = GlobalCall(team, rows, keys, given, False, given["place"] or EVERYTHING)
     if strategy == "auto":
         strategy = "gather" if _why_not_heads(q.shape[1], team) else "ulysses"
@@ -181,6 +188,7 @@ def _agreed(q, k, v, team, given, offsets, most, how) -> list[Own]:
     own, trouble, facts = NOTHING, None, dict.fromkeys(names)
     try:
         _check_own(q, k, v, team, given, offsets, most, how["strategy"])
+        given = traced(given, q)
         draws = given["dropout_p"] and given["seed"] is None
         seed = int(draw_seed("cpu")) if draws else 0
         own = Own(q.shape[0], k.shape[0], seed, NO_ROWS)
@@ -204,7 +212,7 @@ def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
         raise ValueError(f"strategy: got {strategy!r}, expected {expected}")
     seed = 0 if given["seed"] is None else given["seed"]  # so that none is drawn
     laid = (heads_first(name, x) for name, x in zip("qkv", (q, k, v)))
-    t, o = prepare(*laid, given | {"seed": seed})
+    t, o = prepare(*laid, given | NO_FUNCTIONS | {"seed": seed})
     check(
         t._replace(mask=None, key_lengths=None, alibi_slopes=None), o
     )  # these are the whole batch's

@@ -21,6 +21,7 @@ from ..call.spec import Options, Tensors, acc_dtype
 from ..dispatch import run_pass
 from ..dispatch.operation import ATTENTION, spread
 from ..merging import weigh
+from ..score_mods.unlowered import lowered_call
 from . import layout
 from .global_call import GlobalCall, resized
 from .layout import Span, Spans, held
@@ -35,7 +36,7 @@ def attention(call: GlobalCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
 
 def around(call: GlobalCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The same, if the arguments include those of `GlobalCall.differentiable` already."""
-    t, o = api.prepare(q, k, v, call.arguments | {"place": call.at()})
+    t, o = api.prepare(q, k, v, call.arguments | {"place": call.at()}, in_parts=True)
     out, normaliser = Ring.apply(RingCall.of(call, t, o._replace(acc_dtype_out=True)), *t)
     return out, normaliser[0]
 
@@ -88,7 +89,8 @@ class RingCall(NamedTuple):
         mask = t.mask if t.mask is None else t.mask[self.of_mask(t.mask, block)]
         given = dict(q=t.q[:, :, block.own], k=k[:, :, block.of_owner], v=v[:, :, block.of_owner])
         tensors = t._replace(**given, mask=mask, sinks=t.sinks if first else None)
-        return tensors, self.o._replace(at_row=block.rows.first, at_key=block.keys.first)
+        o = self.o._replace(at_row=block.rows.first, at_key=block.keys.first)
+        return lowered_call(tensors, o)
 
     def of_mask(self, mask: Tensor, block: KeyBlock) -> tuple[Any, ...]:
         """The index of a block in a mask of this rank's rows and all keys; either may broadcast."""

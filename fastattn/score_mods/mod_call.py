@@ -103,10 +103,15 @@ class ModCall(NamedTuple):
         """True if a captured tensor gets a gradient."""
         return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors)
 
-    def lowered(self, rest: Rest) -> Lowered | None:
-        """Its programs as kernels run them. None if there is none, or if a mask serves better."""
+    def lowered(self, rest: Rest, in_parts: bool = False) -> Lowered | None:
+        """Its programs as kernels run them. None if there is none, or if a mask serves better.
+
+        in_parts: the call is computed in parts, for each of which `lowered_call` lowers them.
+        """
         if rest.score is None and rest.mask is None:
             return None
+        if in_parts:
+            return unlowered(*rest[:2], self.tensors, self.dtype)
         symbols = any(type(n) is not int for n in self.sizes)  # in a graph of make_fx
         if symbols or torch.compiler.is_compiling():
             given = *rest[:2], self.tensors

@@ -149,12 +149,12 @@ def _symbolic(args: Any) -> bool:
 
 
 def trace_score_mod(
-    fn: Callable, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    fn: Callable | Traced, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Traced:
     """Return a score_mod as a program, with the tensors that it captures.
 
     Args:
-        fn: A function (score, b, h, i, j) -> score of 0-d tensors.
+        fn: A function (score, b, h, i, j) -> score of 0-d tensors. One that is traced is returned.
         device: What `device` of a symbol is.
         dtype: What `dtype` of the score is.
 
@@ -169,17 +169,20 @@ def trace_score_mod(
         >>> [value.op for value in traced.program.values]
         ['score', 'i', 'j', 'sub', 'abs', 'to_float', 'sub']
     """
+    if isinstance(fn, Traced):
+        return fn
     if isinstance(fn, Mod) and torch.compiler.is_dynamo_compiling():
         return fn._traced_as("score_mod")
     trace, result = _run(fn, SCORE_MOD, device, dtype)
     return _traced(trace, trace.cast(_returned(trace, fn, result), "float"))
 
 
-def trace_mask_mod(fn: Callable, *, device: torch.device | str = "cpu") -> Traced:
+def trace_mask_mod(fn: Callable | Traced, *, device: torch.device | str = "cpu") -> Traced:
     """Return a mask_mod as a program, with the tensors that it captures.
 
     Args:
-        fn: A function (b, h, i, j) -> bool of 0-d tensors, True where a row sees a key.
+        fn: A function (b, h, i, j) -> bool of 0-d tensors, True where a row sees a key. One that is
+            traced is returned.
         device: What `device` of a symbol is.
 
     Raises:
@@ -187,6 +190,8 @@ def trace_mask_mod(fn: Callable, *, device: torch.device | str = "cpu") -> Trace
         IndexError: A captured tensor has too many indices.
         NotImplementedError: The function has an operator that no program has.
     """
+    if isinstance(fn, Traced):
+        return fn
     if isinstance(fn, Mod) and torch.compiler.is_dynamo_compiling():
         return fn._traced_as("mask_mod")
     trace, result = _run(fn, MASK_MOD, device, torch.float32)
