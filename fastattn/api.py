@@ -643,8 +643,15 @@ def _with_functions(
         Shape(B, t.q.shape[1], M, N),
         dtype,
         device,
-        Begin(o.at_item, o.at_head, o.at_row, o.at_key),
+        None if _is_plain(t, o) else Begin(o.at_item, o.at_head, o.at_row, o.at_key),
     )
+    if found.structure.band is not None:
+        left, right = found.structure.band
+        o = o._replace(left=left, right=right)
+    if found.structure.key_lengths is not None:
+        t = t._replace(key_lengths=found.structure.key_lengths)
+    if found.structure.alibi is not None:
+        t = t._replace(alibi_slopes=found.structure.alibi)
     rest = found.rest(o.softcap)
     runs = runs_programs(device, o.backend, found.trains_captured())
     lowered = found.lowered(rest, in_parts) if runs else None
@@ -669,6 +676,12 @@ def _with_functions(
             "fastattn.flex_attention runs it on the oracle"
         )
     return t, o, o._replace(grad=True)
+
+
+def _is_plain(t: Tensors, o: Options) -> bool:
+    """True if functions may become arguments: the call has none of these, and is a whole."""
+    given = o.left, o.right, o.softcap, t.key_lengths, t.alibi_slopes, t.cu_q
+    return not o.causal and o.place == EVERYTHING and all(x is None for x in given)
 
 
 def _with_captured(t: Tensors, mod: Lowered) -> Tensors:

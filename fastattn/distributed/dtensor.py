@@ -160,8 +160,8 @@ def _need_possible(op: Operation, t: Tensors, o: Options, cut: Cut) -> None:
     if o.score_mod:
         raise NotImplementedError(
             "q: got a DTensor beside a score_mod or a mask_mod, expected a plain tensor: "
-            "to_local() gives the part of this rank, for fastattn.distributed.attention, which runs "
-            "functions"
+            "to_local() gives the part of this rank, for fastattn.distributed.attention, which "
+            "runs functions"
         )
     H, Hk, ranks = t.q.shape[1], t.k.shape[1], cut.ranks("H")
     if H != Hk and Hk % ranks:

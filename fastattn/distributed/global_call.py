@@ -88,9 +88,9 @@ def traced(given: Mapping[str, Any], q: Tensor) -> dict[str, Any]:
         TypeError, NotImplementedError, IndexError: As the functions of `score_mods.tracing`.
     """
     found = dict(given)
-    about = dict(device=q.device, dtype=acc_dtype(q.dtype))
     if given["score_mod"] is not None:
-        found["score_mod"] = trace_score_mod(given["score_mod"], **about)
+        dtype = acc_dtype(q.dtype)
+        found["score_mod"] = trace_score_mod(given["score_mod"], device=q.device, dtype=dtype)
     if given["mask_mod"] is not None:
         found["mask_mod"] = trace_mask_mod(given["mask_mod"], device=q.device)
     return found

@@ -1,9 +1,12 @@
 """Fifteen functions of flex_attention: traced, recognised, verified, timed and drawn.
 
 Each is compared with a plain implementation in float64, output and gradients, before it is timed.
-Times are of a forward pass on one thread, divided by those of torch's scaled_dot_product_attention
-with a dense mask, and of torch's compiled flex_attention with --compiled. The dense mask, the block
-mask and the compiled code exist before the clock starts; a call of ours begins with its functions.
+Its bits are compared with those of `fastattn.attention` with the same function as a mask: the words
+are those of out, and of the gradients of q, k and v. Times are on one thread, divided by those of
+torch's scaled_dot_product_attention with a dense mask: of a forward pass, and of a training step
+with the gradients of q, k and v. --compiled divides that of a forward pass by that of torch's
+compiled flex_attention, too, which has no backward on CPUs. The dense mask, the block mask and the
+compiled code exist before the clock starts; a call of ours begins with its functions.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
 import fastattn
+from fastattn.score_mods.additive import as_sum
 from fastattn.score_mods.intervals import ALL, NONE, SOME, block_classes
 from fastattn.score_mods.recognition import Shape, Structure, recognise
 from fastattn.score_mods.tracing import merge, trace_mask_mod, trace_score_mod
@@ -48,8 +52,11 @@ class Found(NamedTuple):
         error: Of the output, of the gradients of q, k and v, and of the learned tensor's gradient,
             if there is one, relative to float64.
         plain: The same of a plain implementation in float32.
+        bits: For out and for the gradients of q, k and v, whether they are those of a mask, bit for
+            bit. None: the function is no sum of the score and a mask.
         compiled: Our time divided by that of compiled flex_attention. None: not timed.
-        dense: Our time divided by that of a dense mask.
+        dense: Our time of a forward pass divided by that of a dense mask.
+        step: The same of a forward and a backward pass.
     """
 
     traced: float
@@ -60,8 +67,10 @@ class Found(NamedTuple):
     classes: Tensor | None
     error: list[float]
     plain: list[float]
+    bits: list[bool] | None
     compiled: float | None
     dense: float
+    step: float
 
     def hidden(self) -> float:
         """The share of blocks that interval arithmetic finds hidden."""
@@ -105,6 +114,29 @@ def errors(found: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
 
 def ours(function: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return fastattn.flex_attention(q, k, v, function.score_mod, mask_mod=function.mask_mod)
+
+
+def stepped(run: Callable, given: Sequence[Tensor]) -> Callable:
+    """A training step: a call of run, and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    gradient = torch.ones_like(leaves[0])
+    return lambda: torch.autograd.grad(run(*leaves), leaves, gradient)
+
+
+def as_mask(function: Function, n: int) -> Callable:
+    """A call of `fastattn.attention` with what a function amounts to."""
+    seen, added = shown_pairs(function, n), scores_of_zero(function, n)
+    mask = seen if added is None else added.masked_fill(~seen, -torch.inf)
+    return lambda _, q, k, v: fastattn.attention(q, k, v, mask=mask)
+
+
+def same_bits(function: Function, given: Sequence[Tensor], is_sum: bool) -> list[bool] | None:
+    """Whether out, and the gradients of q, k and v, have the bits of those of a mask."""
+    if not is_sum:
+        return None
+    n, fixed = given[0].shape[2], function._replace(learned=None)
+    of_mask = results(as_mask(function, n), fixed, given)
+    return [torch.equal(x, y) for x, y in zip(results(ours, fixed, given), of_mask)]
 
 
 def ratio(run: Callable, other: Callable) -> float:
@@ -198,6 +230,8 @@ def measure(function: Function, n: int, with_compiled: bool) -> Found:
     error = errors(results(ours, function, given), right)
     same_dtype = errors(results(plain, function, given), right)
 
+    parts = None if score is None else as_sum(score)
+    is_sum = score is None or (parts is not None and parts.softcap is None)
     dense = seen if added is None else added.masked_fill(~seen, -torch.inf)
     with torch.no_grad():
         beside_mask = ratio(
@@ -207,6 +241,8 @@ def measure(function: Function, n: int, with_compiled: bool) -> Found:
         compiled = None
         if with_compiled:
             compiled = ratio(lambda: ours(function, *given), compiled_call(function, *given))
+    sdpa = lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=dense)  # noqa: E731
+    call = lambda q, k, v: ours(function, q, k, v)  # noqa: E731
     return Found(
         traced=trace_time(function),
         operations=sum(len(x.values) for x in (score, mask) if x is not None),
@@ -216,22 +252,29 @@ def measure(function: Function, n: int, with_compiled: bool) -> Found:
         classes=classes,
         error=error,
         plain=same_dtype,
+        bits=same_bits(function, given, is_sum),
         compiled=compiled,
         dense=beside_mask,
+        step=ratio(stepped(call, given), stepped(sdpa, given)),
     )
+
+
+def words(bits: list[bool] | None) -> str:
+    return "no mask" if bits is None else " ".join("same" if x else "other" for x in bits)
 
 
 def table(found: dict[str, Found]) -> list[str]:
     lines = [
         f"{'function':<19}{'traced':>9}{'values':>8}{'hidden':>9}{'out':>9}{'q, k, v':>9}"
-        f"{'table':>9}{'/compiled':>11}{'/dense':>8}  recognised"
+        f"{'table':>9}  {'bits':<10}{'/compiled':>9}{'/dense':>8}{'step':>7}  recognised"
     ]
     for name, x in found.items():
         compiled = "-" if x.compiled is None else f"{x.compiled:.2f}"
         of_table = f"{x.error[2]:.1e}" if len(x.error) > 2 else "-"
         lines.append(
             f"{name:<19}{x.traced:>6.0f} us{x.operations:>8}{x.hidden():>9.0%}{x.error[0]:>9.1e}"
-            f"{x.error[1]:>9.1e}{of_table:>9}{compiled:>11}{x.dense:>8.2f}  {x.recognised}"
+            f"{x.error[1]:>9.1e}{of_table:>9}  {words(x.bits):<10}{compiled:>9}{x.dense:>8.2f}"
+            f"{x.step:>7.2f}  {x.recognised}"
         )
     return lines
 
@@ -249,6 +292,12 @@ def prove(found: dict[str, Found]) -> Claims:
         f"gradients of tables: the largest error is {worst:.1e} of the norm, bound {OF_TABLES}; "
         "they are sums of many numbers that cancel",
         worst <= OF_TABLES,
+    )
+    beside = [x.bits for x in found.values() if x.bits is not None]
+    claims.prove(
+        f"bits: {sum(map(all, beside))} of {len(beside)} functions that a mask can state have the "
+        "bits of that mask, in the output and in the gradients of q, k and v",
+        all(map(all, beside)),
     )
     pairs = [(x.classes, exact_classes(x.seen)) for x in found.values() if x.classes is not None]
     wrong = sum(int(((c != e) & (c != SOME)).sum()) for c, e in pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from ..backends import base
 from ..backends.native import libraries
 from ..backends.native.marshalling import kind
 from ..backends.preference import RULES, KernelClasses
-from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, MEANING, AttentionSpec, Tensors
+from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, MEANING, AttentionSpec, Options, Tensors
 from ..call.validation import describe
 from ..score_mods.encoding import ModText
 from ..score_mods.intervals import NONE
@@ -34,8 +34,9 @@ class Explanation:
         kernels: By pass, the class of the CUDA kernels that would run it with these tensors:
             "sm_90", "sm_80", or "sm_80: " and why those of sm_90 would not. Empty if the backend
             cuda cannot run the call.
-        functions: What became of a score_mod and a mask_mod: a program on each score, with the
-            number of its operations and of the blocks that it hides, or a mask. "" without them.
+        functions: What became of a score_mod and a mask_mod: arguments of the call, a program on
+            each score, with the number of its operations and of the blocks that it hides, or a
+            mask. "" without them.
 
     Example:
         >>> import torch
@@ -128,17 +129,27 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     if "cuda" not in declined:
         in_memory = t if kind(t) is not None else None  # fake tensors have no addresses
         kernels = cast(KernelClasses, base.get("cuda")).kernels(spec, t.q.device, in_memory)
-    said = _functions(t, spec) if functions else ""
+    said = _functions(t, options, spec, arguments) if functions else ""
     return Explanation(spec, chosen, declined, unit, kernels, said)
 
 
-def _functions(t: Tensors, spec: AttentionSpec) -> str:
-    """As in "mask_mod: a program of 7 values; of 64 blocks of 32 x 64 pairs 28 are skipped"."""
+def _functions(t: Tensors, o: Options, spec: AttentionSpec, given: Mapping[str, Any]) -> str:
+    """As in "mask_mod: a program of 7 values; of 64 blocks of 32 x 64 pairs 28 are skipped".
+
+    given: the arguments of the call. Others were recognised in the functions.
+    """
+    said = []
+    if given.get("window") is None and (o.left, o.right) != (None, None):
+        said.append("causal" if (o.left, o.right) == (None, 0) else f"window {o.left, o.right}")
+    found = dict(key_lengths=t.key_lengths, alibi_slopes=t.alibi_slopes, softcap=o.softcap)
+    said += [name for name, x in found.items() if x is not None and given.get(name) is None]
     if not spec.score_mod:
-        return "no mask" if t.mask is None else f"a mask of shape {tuple(t.mask.shape)}"
+        if t.mask is not None and given.get("mask") is None:
+            said.append(f"a mask of shape {tuple(t.mask.shape)}")
+        return "; ".join(said)
     programs = ModText.parse(spec.score_mod)
     named = {"score_mod": programs.score, "mask_mod": programs.mask}
-    said = [f"{x}: a program of {len(y.values)} values" for x, y in named.items() if y is not None]
+    said += [f"{x}: a program of {len(y.values)} values" for x, y in named.items() if y is not None]
     if t.mask_blocks is not None:
         skipped = int((t.mask_blocks == NONE).sum())
         size = f"{BLOCK_ROWS} x {BLOCK_KEYS}"

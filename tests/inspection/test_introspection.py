@@ -162,11 +162,14 @@ def test_explain_has_the_reason_of_each_declining_backend(declining):
 
 @needs_cpu
 def test_explain_says_what_becomes_of_functions():
-    """A program with the blocks that it hides, or a mask where no kernel runs programs."""
+    """An argument, a program with the blocks that it hides, or a mask where no kernel runs one."""
     q = torch.zeros(1, 2, 512, 16)
     given = dict(score_mod=lambda s, b, h, i, j: s * 0.5, mask_mod=lambda b, h, i, j: i >= j)
+    said = fastattn.explain(q, q, q, **given).functions
+    assert said == "causal; score_mod: a program of 3 values"
+    given["mask_mod"] = lambda b, h, i, j: i * 2 >= j * 2
     said = str(fastattn.explain(q, q, q, **given))
-    assert "score_mod: a program of 3 values; mask_mod: a program of 3 values" in said
+    assert "score_mod: a program of 3 values; mask_mod: a program of 6 values" in said
     assert "of 128 blocks of 32 x 64 pairs 56 are skipped" in said
     given.pop("score_mod")
     found = fastattn.explain(q, q, q, **given, backend="reference")
