@@ -24,6 +24,7 @@ from ..dispatch.operation import Operation
 from ..dropin import conversion
 from ..dropin.multihead import MultiheadAttention
 from ..dropin.sdpa import is_causal_bias
+from ..score_mods.encoding import ModText
 from .call_record import LAYER, MULTIHEAD, SDPA, WEIGHTS, CallRecord, State, named, options, shape
 from .mask_structure import MaskStructure, kept, structure
 
@@ -248,7 +249,10 @@ class CallCapture:
         spec = describe(t, o)
         options_text = options(o.causal, o.dropout_p, o.scale, None)
         extra_features = [n for n in ("left", "right", "softcap") if getattr(o, n) is not None]
+        if o.score_mod:
+            extra_features += ModText.parse(o.score_mod).described()
         known = ("q", "k", "v", "mask", "seed", "normaliser")
+        known += ("captured_floats", "captured_ints", "mask_blocks")
         extra_features += [n for n in t._fields if n not in known and getattr(t, n) is not None]
         return CallRecord(
             f"fastattn {op.name}",

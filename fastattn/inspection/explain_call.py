@@ -147,9 +147,7 @@ def _functions(t: Tensors, o: Options, spec: AttentionSpec, given: Mapping[str, 
         if t.mask is not None and given.get("mask") is None:
             said.append(f"a mask of shape {tuple(t.mask.shape)}")
         return "; ".join(said)
-    programs = ModText.parse(spec.score_mod)
-    named = {"score_mod": programs.score, "mask_mod": programs.mask}
-    said += [f"{x}: a program of {len(y.values)} values" for x, y in named.items() if y is not None]
+    said += ModText.parse(spec.score_mod).described()
     if t.mask_blocks is not None:
         skipped = int((t.mask_blocks == NONE).sum())
         size = f"{BLOCK_ROWS} x {BLOCK_KEYS}"

@@ -34,6 +34,11 @@ class ModText(NamedTuple):
     def text(self) -> str:
         return "\n\n".join("" if x is None else x.text() for x in self)
 
+    def described(self) -> list[str]:
+        """As in ["score_mod: a program of 7 values"]."""
+        named = {"score_mod": self.score, "mask_mod": self.mask}
+        return [f"{x}: a program of {len(y.values)} values" for x, y in named.items() if y]
+
     @classmethod
     def parse(cls, text: str) -> ModText:
         """Return the programs of a text.

@@ -122,6 +122,19 @@ def test_a_patched_model_is_reported_as_patched():
     assert report.calls[0].call.runs == "fastattn.patch()"
 
 
+def test_functions_are_named():
+    table = torch.zeros(4, 25)
+
+    def model(x):
+        bias = lambda s, b, h, i, j: s + table[h, i - j + 12]  # noqa: E731
+        return fastattn.flex_attention(x, x, x, bias, mask_mod=lambda b, h, i, j: (i + j) % 3 != 1)
+
+    (kind,) = fastattn.profile(model, torch.randn(1, 4, 12, 8)).calls
+    assert "score_mod: a program of" in kind.call.options
+    assert "mask_mod: a program of" in kind.call.options
+    assert "captured" not in kind.call.options
+
+
 def test_a_call_left_to_torch_has_a_reason(monkeypatch):
     wide = torch.randn(1, 1, 4, 600)
     report = fastattn.profile(lambda: F.scaled_dot_product_attention(wide, wide, wide))
