@@ -40,10 +40,12 @@ class Mod:
     """State a score_mod or a mask_mod that was traced before torch.compile meets it.
 
     `fastattn.flex_attention` and `attention` trace plain functions inside of compiled code, too.
-    Where torch.compile cannot (in torch.utils.checkpoint, or if a function calls what it cannot
-    follow), it raises or breaks the graph: make a Mod of the function outside, and pass the Mod. In
-    compiled code a Mod has the numbers and the objects that the function used when the Mod was
-    made. The elements of captured tensors are read at each call. Elsewhere a Mod is its function.
+    Where torch.compile cannot (~ in torch 2.13, for which torch.logical_not can be written; inside
+    of torch.utils.checkpoint; functions that call what it cannot follow), it raises or breaks the
+    graph: make a Mod of the function outside, and pass the Mod.
+
+    In compiled code a Mod has the numbers and the objects that the function used when the Mod was
+    made; the elements of captured tensors are read at each call. Elsewhere it is its function.
 
     Args:
         fn: A score_mod (score, b, h, i, j) -> score or a mask_mod (b, h, i, j) -> bool.
@@ -81,6 +83,9 @@ class Mod:
 
     def __repr__(self) -> str:
         return f"Mod({self.fn!r})"
+
+    def __deepcopy__(self, memo: Any) -> Mod:
+        return self  # a copied function keeps what it captures, too
 
     def _traced_as(self, name: str) -> Traced:
         if name not in self._traced:

@@ -130,6 +130,7 @@ SHARES = {
     "test_score_mods": (23, 5),  # each operator on each instruction set
     "test_functions_of_attention": (5, 2),
     "test_functions_compiled": (NONE, 3),
+    "test_functions_compiled::test_every_operator": (NONE, 11),
     "test_functions_compiled::test_one_graph_with_the_bits_of_eager_code": (17, 5),
     "test_flex_attention::test_second_derivatives": (NONE, NONE),
     # Models of other libraries, which take seconds to import.

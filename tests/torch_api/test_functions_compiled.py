@@ -1,5 +1,6 @@
 """score_mod and mask_mod in compiled and exported code: one graph, with the bits of eager code."""
 
+import copy
 import io
 
 import pytest
@@ -10,6 +11,7 @@ import fastattn
 from fastattn.call.spec import Options, Tensors
 from fastattn.score_mods.tracing import trace_score_mod
 from fastattn.score_mods.unlowered import Unlowered, is_unlowered, lowered_call
+from tests.support.program_operators import CASES, IDS, function_of
 
 B, H, N, D = 2, 4, 37, 16
 G = torch.Generator().manual_seed(3)
@@ -116,6 +118,30 @@ def test_one_graph_with_the_bits_of_eager_code(name, dynamic):
         for got, expected in zip(*results):
             assert (got is None) == (expected is None)
             assert got is None or torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("whole, name, text", CASES, ids=IDS)
+def test_every_operator(whole, name, text):
+    score_mod = function_of(text, whole)
+    if "~" in text:  # torch.compile does not follow it
+        score_mod = fastattn.Mod(score_mod)
+
+    def program(x):
+        return x + 1, trace_score_mod(score_mod).program.text()
+
+    torch._dynamo.reset()
+    given = torch.zeros(1)
+    assert torch.compile(program, backend="eager", fullgraph=True)(given)[1] == program(given)[1]
+
+
+def test_what_is_not_followed_breaks_the_graph():
+    torch._dynamo.reset()
+    given = [x.detach() for x in tensors()]
+    call = plain(mask_mod=lambda b, h, i, j: ~OPEN[j] | (i == j))
+    assert torch.equal(torch.compile(call, backend="eager")(*given), call(*given))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="invert"):
+        torch.compile(call, backend="eager", fullgraph=True)(*given)
 
 
 def test_a_new_length_of_a_captured_tensor_is_not_compiled_again():
@@ -226,6 +252,7 @@ class TestMod:
         expected = fastattn.attention(*given, score_mod=lambda s, b, h, i, j: s + j)
         assert torch.equal(fastattn.attention(*given, score_mod=mod), expected)
         assert "Mod(" in repr(mod)
+        assert copy.deepcopy(mod) is mod
 
     def test_elements_are_read_at_each_call(self):
         torch._dynamo.reset()
