@@ -655,7 +655,7 @@ def _with_functions(
     rest = found.rest(o.softcap)
     runs = runs_programs(device, o.backend, found.trains_captured())
     lowered = found.lowered(rest, in_parts) if runs else None
-    if in_parts and lowered is None:
+    if in_parts and lowered is None and (rest.score is not None or rest.mask is not None):
         raise NotImplementedError(
             "score_mod: got a captured tensor with a gradient in a call in parts, expected one "
             "without: no kernel of this device has its gradient; use strategy='gather' or 'ulysses'"

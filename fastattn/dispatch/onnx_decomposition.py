@@ -19,6 +19,7 @@ from ..backends.base import in_order
 from ..backends.reference import score_arguments
 from ..call.spec import AttentionSpec, Tensors
 from ..call.validation import describe
+from ..score_mods.unlowered import lowered_call
 from . import library_ops
 from .operation import ATTENTION, WEIGHTS, Operation
 
@@ -40,7 +41,7 @@ def weights(*args: Any) -> Tensor:
 
 def _wide(*args) -> tuple[Tensors, AttentionSpec]:
     """An operator's arguments, with 16-bit tensors in float32."""
-    t, o = library_ops.split(args)
+    t, o = lowered_call(*library_ops.split(args), known=False)
     if o.dropout_p:
         raise NotImplementedError(
             f"dropout_p: got {o.dropout_p}, expected 0 where a graph of torch's own operators is "

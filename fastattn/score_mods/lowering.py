@@ -110,7 +110,8 @@ def lower(
     programs = [x for x in (score, mask) if x is not None]
     used = sorted({x.tensor for p in programs for x in p.values if x.tensor is not None})
     joins = used if flat is None else range(len(tensors))
-    table = tuple((x, tensors[x].is_floating_point(), tuple(tensors[x].shape)) for x in joins)
+    shapes = {x: tuple(map(int, tensors[x].shape)) for x in joins}  # torch.jit.trace has tensors
+    table = tuple((x, tensors[x].is_floating_point(), shapes[x]) for x in joins)
     ends = (x + max(n, 1) - 1 for x, n in zip(begin, shape))
     on_cpu = device.type == "cpu" and all(tensors[x].device.type == "cpu" for x in used)
     known = extremes({x: tensors[x] for x in used}) if on_cpu else {}

@@ -22,6 +22,8 @@ from .program import Program
 from .recognition import Shape
 
 MARK = "unlowered"
+ANY_SIZE = Shape(*(1 << 31,) * 4)
+NO_VALUES = torch.device("meta")
 
 
 class Unlowered(NamedTuple):
@@ -91,8 +93,10 @@ def unlowered(
     return Lowered(Unlowered(score, mask).text(), *joined(tensors, dtype), None, sizes or None)
 
 
-def lowered_call(t: Tensors, o: Options) -> tuple[Tensors, Options]:
+def lowered_call(t: Tensors, o: Options, known: bool = True) -> tuple[Tensors, Options]:
     """The call with its programs lowered, if they are not.
+
+    known: whether sizes and values are known. If not, the programs hold for calls of any size.
 
     Raises:
         NotImplementedError: Whole numbers of the programs may need more than 32 bits, and the
@@ -104,11 +108,12 @@ def lowered_call(t: Tensors, o: Options) -> tuple[Tensors, Options]:
     given = Unlowered.parse(o.score_mod)
     flat = t.captured_floats, t.captured_ints
     plain = [None if x is None else x.detach() for x in flat]
-    tensors = given.captured(plain[0], plain[1], o.captured_sizes or ())
+    sizes_of_captured = tuple(map(int, o.captured_sizes or ()))
+    tensors = given.captured(plain[0], plain[1], sizes_of_captured)
     B, M, N = counts(t, o)
-    sizes = Shape(B, t.q.shape[1], M, N)
+    sizes = Shape(B, t.q.shape[1], M, N) if known else ANY_SIZE
     begin = Begin(o.at_item, o.at_head, o.at_row, o.at_key)
-    about = sizes, acc_dtype(t.q.dtype), begin, t.q.device
+    about = sizes, acc_dtype(t.q.dtype), begin, t.q.device if known else NO_VALUES
     found = lower(given.score, given.mask, tensors, *about, flat=flat)
     if found is None:
         raise NotImplementedError(

@@ -30,6 +30,7 @@ def functions(kind):
         "table": (lambda s, b, h, i, j: s.tanh() * 3 + table[h, i - j + N], None, (table,)),
         "documents": (None, same, ()),
         "both": (lambda s, b, h, i, j: s + table[h, i - j + N] + b * 0.1 * j, same, (table,)),
+        "softcap": (lambda s, b, h, i, j: 2 * torch.tanh(s / 2), None, ()),
         "bias": (lambda s, b, h, i, j: s + bias[h, i, j], same, (bias,)),
     }[kind]
 
@@ -56,7 +57,7 @@ def run(group, kind, strategy, layout, arguments):
     return train(distributed.attention, *own, kind, **about, **arguments)
 
 
-@pytest.mark.parametrize("kind", ["table", "documents", "both", "bias"])
+@pytest.mark.parametrize("kind", ["table", "documents", "both", "softcap", "bias"])
 @pytest.mark.parametrize("strategy, count, layout", WAYS, ids=str)
 def test_results_and_gradients(four, strategy, count, layout, kind):
     arguments = dict(causal=True, softcap=9.0) if kind == "both" else {}

@@ -96,7 +96,14 @@ everything = dict(
     alibi_slopes=torch.rand(H),
     sinks=torch.randn(H),
 )
+TABLE, OPEN = torch.randn(H, M + N), torch.rand(B, N) > 0.3
+FUNCTIONS = dict(
+    score_mod=lambda s, b, h, i, j: torch.tanh(s) + TABLE[h, i - j],
+    mask_mod=lambda b, h, i, j: OPEN[b, j] | (i == j),
+)
 CALLS = {
+    "functions": (Call, tensors(), FUNCTIONS),
+    "functions of weights": (Weights, tensors(), FUNCTIONS),
     "plain": (Call, tensors(), dict()),
     "causal, with LSE": (Call, tensors(), dict(causal=True, return_lse=True)),
     "bottom right": (Call, tensors(), dict(causal="bottom_right", window=(2, None))),
