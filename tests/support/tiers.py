@@ -87,7 +87,7 @@ SHARES = {
     "test_distributed_packed": (NONE, 7),
     "test_distributed_packed::test_every_shape_of_a_mask_of_packed_batches": (NONE, ALL),
     "test_distributed_errors": (NONE, 7),
-    "test_distributed_functions": (NONE, 5),
+    "test_distributed_functions": (NONE, 11),
     "test_cost_model": (NONE, ALL),
     "test_cost_model::test_bytes_are_those_that_leave": (NONE, 61),
     "test_parallel_models": (NONE, 5),
@@ -129,9 +129,9 @@ SHARES = {
     "test_flex_attention": (10, 4),
     "test_score_mods": (23, 5),  # each operator on each instruction set
     "test_functions_of_attention": (5, 2),
-    "test_functions_compiled": (NONE, 3),
-    "test_functions_compiled::test_every_operator": (NONE, 11),
-    "test_functions_compiled::test_one_graph_with_the_bits_of_eager_code": (17, 5),
+    "test_functions_compiled": (NONE, 5),
+    "test_functions_compiled::test_every_operator": (NONE, 23),
+    "test_functions_compiled::test_one_graph_with_the_bits_of_eager_code": (NONE, 13),
     "test_flex_attention::test_second_derivatives": (NONE, NONE),
     # Models of other libraries, which take seconds to import.
     "test_flex_transformers": (NONE, 2),
