@@ -643,7 +643,7 @@ def _with_functions(
         Shape(B, t.q.shape[1], M, N),
         dtype,
         device,
-        None if _is_plain(t, o) else Begin(o.at_item, o.at_head, o.at_row, o.at_key),
+        None if _is_plain(t, o) else Begin.of(o),
     )
     if found.structure.band is not None:
         left, right = found.structure.band

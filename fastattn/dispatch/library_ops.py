@@ -55,10 +55,10 @@ _TYPES = {
     float: "float",
     float | None: "float?",
     int | None: "int?",
+    tuple[int, ...] | None: "SymInt[]?",
 }
 # Sizes: by default those of tensors, which are symbols in a compiler.
 _SYMBOLS = {"max_q": "SymInt?", "max_k": "SymInt?"}
-_SYMBOLS["captured_sizes"] = "SymInt[]?"
 _SYMBOLS |= dict.fromkeys(DROPOUT_PERIODS, "SymInt")
 
 # The layouts in `Options` may follow the strides of inputs: a compiler has to keep these strides.
@@ -69,16 +69,14 @@ library: torch.library.Library = torch.library.Library("fastattn", "DEF")
 def inputs_schema() -> str:
     """The arguments for `Tensors`, then `Options`."""
     types = {name: f"Tensor{'?' if a.optional else ''}" for name, a in ARGUMENTS.items()}
-    types |= {name: _TYPES.get(hint, "") for name, hint in get_type_hints(Options).items()}
-    types |= _SYMBOLS
+    types |= {name: _TYPES[hint] for name, hint in get_type_hints(Options).items()} | _SYMBOLS
     return ", ".join(f"{kind} {NATIVE_NAMES.get(name, name)}" for name, kind in types.items())
 
 
 def forward_schema() -> str:
     """The same in the order of `forward_arguments`, with defaults for later arguments."""
     kinds = dict(zip((*ARGUMENTS, *Options._fields), inputs_schema().split(", ")))
-    defaults = {name: "None" if name in ARGUMENTS else '""' for name in LATER}
-    defaults["captured_sizes"] = "None"
+    defaults = {name: '""' if name == "score_mod" else "None" for name in LATER}
     return ", ".join(
         kinds[name] + (f"={defaults[name]}" if name in defaults else "") for name in FIELDS
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.spec import BLOCK_KEYS, BLOCK_ROWS
+from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, Options
 from .bounds import Bounds, Ints, bounds, extremes
 from .encoding import CAPTURED, ModText
 from .intervals import block_classes
@@ -54,6 +54,10 @@ class Begin(NamedTuple):
     head: int = 0
     row: int = 0
     key: int = 0
+
+    @classmethod
+    def of(cls, o: Options) -> Begin:
+        return cls(o.at_item, o.at_head, o.at_row, o.at_key)
 
 
 def may_lower(score: Program | None, mask: Program | None, tensors: Sequence[Tensor]) -> bool:

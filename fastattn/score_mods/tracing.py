@@ -67,15 +67,14 @@ class Mod:
 
     def __init__(self, fn: Callable) -> None:
         self.fn = fn
+        score = _takes(fn, SCORE_MOD)
+        self._name = "score_mod" if score else "mask_mod"
+        tracer = trace_score_mod if score else trace_mask_mod
+        found = tracer(fn)
+        if found.tensors and found.tensors[0].device.type != "cpu":
+            found = tracer(fn, device=found.tensors[0].device)
         # As text: compiled code may take the numbers of an object for symbols.
-        self._traced: dict[str, tuple[str, tuple[Tensor, ...]]] = {}
-        tracers = {"score_mod": trace_score_mod, "mask_mod": trace_mask_mod}
-        for (name, tracer), names in zip(tracers.items(), (SCORE_MOD, MASK_MOD)):
-            if not self._traced and (name == "mask_mod" or _takes(fn, names)):
-                found = tracer(fn)
-                for x in found.tensors[:1]:  # what `device` of a symbol is
-                    found = found if x.device.type == "cpu" else tracer(fn, device=x.device)
-                self._traced[name] = found.program.text(), found.tensors
+        self._text, self._tensors = found.program.text(), found.tensors
 
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
@@ -88,10 +87,9 @@ class Mod:
         return self  # a copied function keeps what it captures, too
 
     def _traced_as(self, name: str) -> Traced:
-        if name not in self._traced:
-            raise TypeError(f"{name}: got {self!r} of a {next(iter(self._traced))}")
-        text, tensors = self._traced[name]
-        return Traced(Program.parse(text), tensors)
+        if name != self._name:
+            raise TypeError(f"{name}: got {self!r} of a {self._name}")
+        return Traced(Program.parse(self._text), self._tensors)
 
 
 def _takes(fn: Callable, names: tuple[str, ...]) -> bool:

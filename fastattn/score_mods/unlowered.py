@@ -69,13 +69,13 @@ class Unlowered(NamedTuple):
         found, todo = [], list(sizes)
         for kind, dims in next((x.captured for x in self if x is not None), ()):
             shape, todo = todo[:dims], todo[dims:]
-            source, n = rest["float" if kind == "float" else "int"], math.prod(shape)
+            of = "float" if kind == "float" else "int"
+            source, n = rest[of], math.prod(shape)
             if source is None and not n:
                 source = torch.empty(0)
             if source is None or source.shape[0] < n or len(shape) != dims:
                 raise ValueError(f"captured_sizes: got {list(sizes)}, expected those of {kind}s")
-            rest["float" if kind == "float" else "int"] = source[n:]
-            own = source[:n].view(shape)
+            own, rest[of] = source[:n].view(shape), source[n:]
             found.append(own != 0 if kind == "bool" else own)
         return found
 
@@ -112,8 +112,7 @@ def lowered_call(t: Tensors, o: Options, known: bool = True) -> tuple[Tensors, O
     tensors = given.captured(plain[0], plain[1], sizes_of_captured)
     B, M, N = counts(t, o)
     sizes = Shape(B, t.q.shape[1], M, N) if known else ANY_SIZE
-    begin = Begin(o.at_item, o.at_head, o.at_row, o.at_key)
-    about = sizes, acc_dtype(t.q.dtype), begin, t.q.device if known else NO_VALUES
+    about = sizes, acc_dtype(t.q.dtype), Begin.of(o), t.q.device if known else NO_VALUES
     found = lower(given.score, given.mask, tensors, *about, flat=flat)
     if found is None:
         raise NotImplementedError(
