@@ -73,17 +73,9 @@ def test_bytes_are_those_that_leave(four, strategy, count_of, call, layout):
     """On each rank, forward and backward, in two dtypes."""
     names, dims = CALLS[call]
     for dtype in ("float32", "bfloat16"):
-        for found in explained(four, count_of, count, names, dtype, dims, strategy, layout):
+        for found in four.results(count_of, count, names, dtype, dims, strategy, layout):
             sent, predicted = found
             assert sent == predicted
-
-
-def explained(four, *args):
-    found = four.run(*args)
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
-    return found
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -216,7 +208,7 @@ def choose(group, shape, more):
     ids=str,
 )
 def test_auto_is_the_cheapest_on_every_rank(four, shape, count_of, more):
-    found = explained(four, count_of, choose, shape, more)
+    found = four.results(count_of, choose, shape, more)
     assert all(x == found[0] for x in found)
     ran, chosen, costs, declined, text = found[0]
     assert ran == [chosen] == [min(costs, key=lambda name: costs[name].seconds)]
@@ -237,7 +229,7 @@ DECLINED = [
 
 @pytest.mark.parametrize("count_of, strategy, words, more", DECLINED, ids=str)
 def test_explain_has_the_reason_of_each_declined_strategy(four, count_of, strategy, words, more):
-    for _, chosen, costs, declined, _ in explained(four, count_of, choose, (1, 4, 4, 64, 8), more):
+    for _, chosen, costs, declined, _ in four.results(count_of, choose, (1, 4, 4, 64, 8), more):
         assert words in declined[strategy] and strategy not in costs and chosen != strategy
 
 
@@ -245,7 +237,7 @@ def test_a_requested_strategy_can_run(four):
     """Also with row_invariant, for which `auto` would not choose a ring."""
     for strategy, asking in (("ring", {"row_invariant": True}), ("ulysses", {})):
         more = {"strategy": strategy} | asking
-        for ran, chosen, costs, _, text in explained(four, 2, choose, (1, 4, 4, 64, 8), more):
+        for ran, chosen, costs, _, text in four.results(2, choose, (1, 4, 4, 64, 8), more):
             assert ran == [chosen] == [strategy] and strategy in costs
             assert ("takes the least time, but another one was requested" in text) == (
                 strategy != min(costs, key=lambda name: costs[name].seconds)

@@ -88,10 +88,7 @@ def together(problem, found, layout):
 
 def over(four, count, names, dtype, strategy, layout="contiguous", dims=DIMS, **more):
     """(the problem, the whole call's results)"""
-    found = four.run(count, run, names, dtype, dims, strategy, layout, more)
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
+    found = four.results(count, run, names, dtype, dims, strategy, layout, more)
     problem = problem_of(names, dtype, dims)
     return problem, together(problem, found, layout)
 
@@ -246,10 +243,7 @@ MASKED_WAYS = (
 
 @pytest.mark.parametrize("strategy, count, layout", MASKED_WAYS, ids=str)
 def test_every_shape_of_a_mask(four, strategy, count, layout):
-    found = four.run(count, run_masked, strategy, layout)
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
+    found = four.results(count, run_masked, strategy, layout)
     for shape, *each in zip(MASKS, *found, strict=True):
         problem = masked(shape)
         right = problem.run(fastattn.attention)

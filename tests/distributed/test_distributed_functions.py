@@ -61,10 +61,7 @@ def run(group, kind, strategy, layout, arguments):
 @pytest.mark.parametrize("strategy, count, layout", WAYS, ids=str)
 def test_results_and_gradients(four, strategy, count, layout, kind):
     arguments = dict(causal=True, softcap=9.0) if kind == "both" else {}
-    found = four.run(count, run, kind, strategy, layout, arguments)
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
+    found = four.results(count, run, kind, strategy, layout, arguments)
     expected = train(fastattn.attention, *tensors(), kind, **arguments)
     rows = layouts.spans(layout, N, len(found))
     for at, right in enumerate(expected):
@@ -99,10 +96,7 @@ def flat(x):
 
 @pytest.mark.parametrize("strategy, count", [("gather", 3), ("ulysses", 2)], ids=str)
 def test_packed_batches(four, strategy, count):
-    found = four.run(count, run_packed, strategy)
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
+    found = four.results(count, run_packed, strategy)
     expected = packed(fastattn.attention_packed, *map(flat, tensors()))
     for at, right in enumerate(expected):
         each = [x[at] for x in found]

@@ -49,10 +49,7 @@ def run_packed(group, names, dtype, sizes, cuts, more):
 
 def over_packed(four, count, names, dtype, sizes=SEQUENCES, cuts=(None, None), **more):
     """(the batch, the whole call's results)"""
-    found, whole = four.run(count, run_packed, names, dtype, sizes, cuts, more), {}
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
+    found, whole = four.results(count, run_packed, names, dtype, sizes, cuts, more), {}
     for name in found[0]:
         each = [x[name] for x in found]
         if name in ("dmask", "dsinks"):
@@ -98,10 +95,7 @@ def run_packed_masked(group, strategy):
 
 @pytest.mark.parametrize("strategy, count", [("gather", 3), ("ulysses", 2)], ids=str)
 def test_every_shape_of_a_mask_of_packed_batches(four, strategy, count):
-    found = four.run(count, run_packed_masked, strategy)
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
+    found = four.results(count, run_packed_masked, strategy)
     for shape, *each in zip(PACKED_MASKS, *found, strict=True):
         for name, x in packed_masked(shape).run().items():
             own = [y[name] for y in each]

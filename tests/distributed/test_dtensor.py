@@ -86,10 +86,7 @@ def run(group, names, dtype, dims, axes, more):
 
 def over(four, count, *given, **more):
     """The results, which must be equal on all ranks."""
-    found = four.run(count, run, *given, more)
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
+    found = four.results(count, run, *given, more)
     for name in found[0]:
         assert all(torch.equal(x[name], found[0][name]) for x in found), f"{name} differs"
     return found[0]

@@ -30,10 +30,7 @@ def float64():
 
 def results_of(four, count, function, *args):
     """The result of `function`, which all ranks must agree on."""
-    found = four.run(count, in_float64, function.__name__, args)
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
+    found = four.results(count, in_float64, function.__name__, args)
     torch.testing.assert_close(found[1:], found[:1] * (len(found) - 1), **CLOSE)
     return found[0]
 

@@ -37,6 +37,14 @@ class Ranks:
             pipe.send((ranks, function.__module__, function.__name__, args))
         return [self._answer(rank) for rank in range(count)]
 
+    def results(self, ranks, function, *args):
+        """The same, but the first exception is raised."""
+        found = self.run(ranks, function, *args)
+        for x in found:
+            if isinstance(x, Exception):
+                raise x
+        return found
+
     def _answer(self, rank):
         try:
             return self.pipes[rank].recv()
