@@ -172,8 +172,8 @@ def attention(
             before softcap, as torch's flex_attention has it; see `flex_attention` for what it may
             do. b, h, i and j count in the larger call with place. Floating tensors that it captures
             have gradients: the first, in reverse mode. The kernels of the CPU and of Triton run it
-            on each score, Triton's without gradients of what it captures; elsewhere what it adds to
-            the score becomes a mask, and other functions raise NotImplementedError.
+            on each score; elsewhere what it adds to the score becomes a mask, and other functions
+            raise NotImplementedError.
         mask_mod: A function (b, h, i, j) -> bool, True where row i may attend to key j. It hides
             after all other stages. Keys that it hides in whole blocks are skipped.
         row_invariant: If True, the bits of a row do not depend on the number of rows in the call:
@@ -606,17 +606,15 @@ def prepare_packed(
     return t, o
 
 
-def runs_programs(device: torch.device, backend: str | None, trains_captured: bool) -> bool:
+def runs_programs(device: torch.device, backend: str | None) -> bool:
     """True if kernels that run programs, the CPU's or Triton's, run calls on this device and
-    backend. Triton's have no gradient of captured tensors. Compiled code does not look whether the
-    kernels are there: the oracle runs programs where they are not."""
+    backend. Compiled code does not look whether the kernels are there: the oracle runs programs
+    where they are not."""
     if device.type == "cpu" and backend in (None, "", "cpu"):
         return is_compiling() or cpu_unavailable() is None
     interpreted = device.type == "cpu" and backend == "triton"
     on_gpu = device.type == "cuda" and backend in (None, "", "triton")
-    if trains_captured or not (interpreted or on_gpu):
-        return False
-    return is_compiling() or triton_unavailable() is None
+    return (interpreted or on_gpu) and (is_compiling() or triton_unavailable() is None)
 
 
 def _with_functions(
@@ -653,12 +651,13 @@ def _with_functions(
     if found.structure.alibi is not None:
         t = t._replace(alibi_slopes=found.structure.alibi)
     rest = found.rest(o.softcap)
-    runs = runs_programs(device, o.backend, found.trains_captured())
+    runs = runs_programs(device, o.backend)
     lowered = found.lowered(rest, in_parts) if runs else None
     if in_parts and lowered is None and (rest.score is not None or rest.mask is not None):
         raise NotImplementedError(
-            "score_mod: got a captured tensor with a gradient in a call in parts, expected one "
-            "without: no kernel of this device has its gradient; use strategy='gather' or 'ulysses'"
+            f"score_mod: got backend={o.backend or None!r} on {device.type}, whose kernels run no "
+            "programs, in a call in parts, which has no mask; use backend=None, or "
+            "strategy='gather' or 'ulysses'"
         )
     if lowered is not None:
         t, o = _with_captured(t, lowered), o._replace(softcap=rest.softcap)

@@ -3,8 +3,10 @@
     dS = P (dP - delta),  dP = dO V^T,  delta = rowsum(dO O) - dLSE     (Dao 2023, algorithm 2)
 
 `dq_kernel` owns rows, `dkv_kernel` owns keys and loops over all query heads that share them, and
-`dmask_kernel` owns elements of the mask. The backward pass of the weights uses the same kernels
-(GIVEN): then `dout` is dP itself, (B, H, M, N), v is not needed, and delta is a sum over keys.
+`dmask_kernel` owns elements of the mask. The gradients of captured tensors are the exception:
+`dq_kernel` adds to them by atomics on whole numbers, in any order, with the same bits
+(program_functions.py). The backward pass of the weights uses the same kernels (GIVEN): then `dout`
+is dP itself, (B, H, M, N), v is not needed, and delta is a sum over keys.
 """
 
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from .score import (
     block_at,
     call_of,
     drawn,
+    indices,
     item_of,
     kept,
     key_range,
@@ -109,10 +112,13 @@ def delta_kernel(
 
 @triton.jit
 def over_keys(
-    acc, tile_q, tile_do, levels, delta, k, v, dout, sources, blocks, rows, item, call, extras,
-    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr, TURN: tl.constexpr,
+    acc, tile_q, tile_do, levels, delta, k, v, dout, sources, captured_sums, blocks, rows, item,
+    call, extras,
+    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr, DQ: tl.constexpr,
+    SHIFT: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """acc += dS K over one PART of the keys; or, if SUMS, acc += P dP, elementwise by block."""
+    """If DQ, acc += dS K over one PART of the keys; or, if SUMS, acc += P dP, elementwise by block.
+    Adds to captured_sums, unless that is None."""
     PART: tl.constexpr = 2 - TURN if F.block_mask else TURN
     MASKED: tl.constexpr = PART == EDGES
     blocks = of_part(blocks, T.BN, F, PART)
@@ -135,19 +141,28 @@ def over_keys(
         _, ds, dqk = gradients(qk, dp, keep, levels, delta, rows, keys, item, call, extras, F, PART)
         if SUMS:  # delta is 0 here, so dS is P dP
             acc += ds
-        else:
+        elif DQ:
             acc = dot(narrow(dqk, tile_k.dtype), tile_k, acc, F)
+        if captured_sums is not None:
+            b, h, i, j = indices(rows, keys, call, extras, F)
+            s = qk * call.reals.scale
+            F.scatter(s, b, h, i, j, extras.captured, ds, captured_sums, SHIFT)
     return acc
 
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, dout, of_rows, dq,
+    q, k, v, dout, of_rows, dq, captured_sums,
     B, H, group, M, N, left, right, threshold, together,
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
-    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
+    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """dq (B,H,M,D); or, if SUMS, delta (B,H,M) for GIVEN, the backward pass of the weights."""
+    """dq (B,H,M,D); or, if SUMS, delta (B,H,M) for GIVEN, the backward pass of the weights.
+
+    captured_sums: the gradients of captured numbers, as `program_functions.add_to_sums` has them.
+    An output that is None is not computed.
+    """
+    DQ: tl.constexpr = dq is not None
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
         at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
@@ -173,19 +188,20 @@ def dq_kernel(
         acc = tl.full([T.BM, T.BN], 0, tl.float32)
         row_delta *= 0
     else:
-        acc = tl.full([T.BM, T.BD], 0, tl.float32)
+        acc = tl.full([T.BM, T.BD if DQ else 1], 0, tl.float32)
     blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
     if F.block_mask:
         blocks = entry(extras.block_mask, b, h, tile, tl.cdiv(call.M, T.BM))
     for x in tl.static_range(3 if F.block_mask else 2):
         acc = over_keys(
             acc, tile_q, tile_do, (level[:, None], rest[:, None]), row_delta[:, None], k, v, dout,
-            (k_from, v_from), blocks, rows, item, call, extras, F, T, GIVEN, SUMS, x,
+            (k_from, v_from), captured_sums, blocks, rows, item, call, extras, F, T, GIVEN, SUMS,
+            DQ, SHIFT, x,
         )  # fmt: skip
     if SUMS:
         to = of_rows + row_index(Start(2 * call.B + b, 0), h, i, call.H, pitch_of(call, F))
         tl.store(to, tl.sum(acc, 1), mask=i < call.M)
-    else:
+    elif DQ:
         store(dq, item.q, h, i0, item.M, acc * call.reals.scale, T.D, T.BM, T.BD)
 
 

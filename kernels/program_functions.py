@@ -195,3 +195,44 @@ def element(captured, count, index):
         return tl.inline_asm_elementwise(
             "ld.global.b64 $0, [$1];", "=l,l", [at.to(tl.int64)], tl.int64, True, 1
         )
+
+
+@triton.jit
+def term_of(ds, slope):
+    """The gradient that a pair with dS gives to a captured number: dS times the slope of its score
+    by the number. It is 0 at a hidden pair, even if the slope is not finite there."""
+    return tl.where(ds == 0, 0.0, product(ds, slope))
+
+
+EXPONENTS = tl.constexpr(256)  # of float32; the last is that of infinities and NaN
+NOT_FINITE = tl.constexpr(3)  # counts of inf, -inf and NaN
+
+
+@triton.jit
+def add_to_sums(sums, count, index, term, SHIFT: tl.constexpr):
+    """Add terms to the sums of captured numbers at these indices: exactly, in any order.
+
+    Each number has an int64 for each 2^SHIFT exponents of float32: the sum of the 24 bits of terms,
+    shifted by where their exponent lies in that range. Counts of infinite terms and of NaN follow.
+    Sums of whole numbers have no rounding, so no order of atomics changes a bit; the host adds the
+    int64s up (fastattn/backends/triton_support/captured_sums.py).
+    """
+    BUCKETS: tl.constexpr = EXPONENTS >> SHIFT
+    term += tl.zeros_like(index).to(tl.float32)
+    if index.shape[0] == 1:  # one number for the column, or for the tile: one atomic
+        term = tl.sum(term, 0, keep_dims=True)
+    if index.shape[1] == 1:
+        term = tl.sum(term, 1, keep_dims=True)
+    last = tl.cast(count - 1, index.dtype)
+    at = tl.minimum(tl.maximum(index, 0), last).to(tl.int64)
+    bits = term.to(tl.int32, bitcast=True)
+    exponent, fraction = (bits >> 23) & 255, bits & 0x7FFFFF
+    # Subnormal numbers have the exponent 0, the unit of the exponent 1, and no leading bit.
+    digits = tl.where(exponent == 0, fraction << 1, fraction | 0x800000).to(tl.int64)
+    amount = digits << (exponent & ((1 << SHIFT) - 1)).to(tl.int64)
+    amount = tl.where(bits < 0, -amount, amount)
+    which = tl.where(fraction != 0, 2, tl.where(bits < 0, 1, 0))
+    finite = exponent < EXPONENTS - 1
+    bucket = tl.where(finite, exponent >> SHIFT, BUCKETS + which)
+    to = sums + at * (BUCKETS + NOT_FINITE) + bucket
+    tl.atomic_add(to, tl.where(finite, amount, 1), mask=term != 0, sem="relaxed")

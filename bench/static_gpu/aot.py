@@ -184,7 +184,9 @@ VARIANTS = {
 }
 # Of programs there is any number: these stand for them, and are compiled if --variant names them.
 ON_REQUEST = {
-    "functions": Variant(bent_and_hidden, (*PAIR, "block_mask", "block_mask keys", "split")),
+    "functions": Variant(
+        bent_and_hidden, (*PAIR, "dq captured", "block_mask", "block_mask keys", "split")
+    ),
     "tangents-functions": Variant(bent_and_hidden, MOVED, True),
 }
 ALL_VARIANTS = VARIANTS | ON_REQUEST
@@ -255,7 +257,10 @@ def call(case: KernelCase) -> None:
             backend.second(s, attention, moved, outs, q, lse, q, lse, needs_grad)
             return
         if not page:  # pages have no gradient
-            backend.backward(s, attention, *out, attention.q, normaliser[0], needs_grad)
+            given = s, attention, *out, attention.q, normaliser[0]
+            backend.backward(*given, needs_grad)
+            if "captured_floats" in extras:
+                backend.backward(*given, ["q", "captured_floats"])
         backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
         if packed:  # packed calls have no weights
             return
@@ -304,13 +309,16 @@ def pretend(arch: int, launched: Callable) -> None:
 
 
 def name_of(kernel: Any, args: Sequence[Any]) -> str:
-    """The name of a launch: a dkv kernel that computes only dk or dv is named dk or dv."""
+    """The name of a launch: a dkv kernel that computes only dk or dv is named dk or dv, and a dq
+    kernel that adds to gradients of captured numbers is named dq captured."""
     name = kernel.__name__.removesuffix("_kernel")
     given = dict(zip(kernel.arg_names, args))
     if name == "dkv":
         name = "dv" if given["dk"] is None else "dk" if given["dv"] is None else name
     if name == "dkv_t":
         name = "dv_t" if given["dk_t"] is None else "dk_t" if given["dv_t"] is None else name
+    if given.get("captured_sums") is not None:
+        name += " captured"
     return name
 
 

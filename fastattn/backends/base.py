@@ -194,13 +194,24 @@ def broadcast_strides(x: Tensor) -> tuple[int, ...]:
     return (*(0,) * (4 - x.ndim), *strides)
 
 
+BAD_INDEX = (
+    "a score_mod or mask_mod indexes a captured tensor out of range at a pair of a row and a key "
+    "that is seen: hide such pairs with mask_mod, or clamp the index"
+)
+
+
+def checks_values(device: torch.device) -> bool:
+    """True if kernels look at the values of lengths, offsets and indices before they run."""
+    return device.type == "cpu" or os.environ.get("FASTATTN_CHECK") == "1"
+
+
 def check_values(spec: AttentionSpec, t: Tensors) -> None:
     """Raise if key lengths, or offsets or pages of a packed batch, are out of range.
 
     On a GPU this runs only if FASTATTN_CHECK=1, because reading values waits for the device. GPU
     kernels clamp these values.
     """
-    if t.q.device.type != "cpu" and os.environ.get("FASTATTN_CHECK") != "1":
+    if not checks_values(t.q.device):
         return
     if spec.packed:
         _check_offsets("cu_q", t.given("cu_q"), spec.T, "max_q", spec.M)

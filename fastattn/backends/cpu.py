@@ -7,7 +7,7 @@ from torch import Tensor, get_num_threads
 from ..call.spec import Feature, Tensors
 from ..call.validation import DTYPES
 from ..score_mods.encoding import encode
-from .base import COMMON_FEATURES, Support, check_values, register
+from .base import BAD_INDEX, COMMON_FEATURES, Support, check_values, register
 from .native import libraries
 from .native.extents import refused
 from .native.marshalling import launch
@@ -47,10 +47,7 @@ class Cpu(Launcher):
         if status == libraries.OK:
             return
         if status == libraries.BAD_INDEX:
-            raise IndexError(
-                "a score_mod or mask_mod indexes a captured tensor out of range at a pair of a row "
-                "and a key that is seen: hide such pairs with mask_mod, or clamp the index"
-            )
+            raise IndexError(BAD_INDEX)
         if status in (libraries.BAD_LENGTH, libraries.BAD_OFFSET, libraries.BAD_PAGE):
             check_values(spec, t)
         if status >= libraries.BAD_EXTENT:

@@ -14,19 +14,10 @@ from .base import COMMON_FEATURES, Support
 from .gpu import on
 from .native_launcher import prepared
 from .triton_support import tile_configs
+from .triton_support.index_check import check_indices
 from .triton_support.job import Job
 from .triton_support.launch_cache import interpreted
 from .triton_support.runtime import unavailable
-
-
-def need_no_captured(needs_grad: Sequence[str]) -> None:
-    """Raise if the gradient of captured tensors is asked for. `fastattn.attention` asks other
-    backends for it; an operator that is called directly may ask this one."""
-    if "captured_floats" in needs_grad:
-        raise NotImplementedError(
-            "captured_floats: backend 'triton' has no gradient of what a score_mod captures: "
-            "detach it, or call fastattn.attention with the function"
-        )
 
 
 class Triton:
@@ -53,6 +44,7 @@ class Triton:
         if normaliser.numel():
             with on(t.q.device):
                 job = Job(spec, t)
+                check_indices(job)
                 if splits := job.splits():
                     job.decode(out, normaliser, splits)
                 else:
@@ -69,7 +61,6 @@ class Triton:
         dlse: Tensor | None,
         needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
-        need_no_captured(needs_grad)
         if dout is None:
             dout = torch.zeros_like(out, dtype=spec.dtype)
         elif dout.stride(-1) != 1:  # out.sum() expands one number: no wide loads, no descriptor
@@ -87,13 +78,14 @@ class Triton:
             return weights.fill_(torch.nan)  # the mean of nothing
         if weights.numel():
             with on(t.q.device):
-                Job(spec, t).weights(weights[:, None] if spec.average_heads else weights)
+                job = Job(spec, t)
+                check_indices(job)
+                job.weights(weights[:, None] if spec.average_heads else weights)
         return weights
 
     def weights_backward(
         self, spec: AttentionSpec, t: Tensors, dweights: Tensor, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
-        need_no_captured(needs_grad)
         if spec.average_heads:
             dweights = dweights[:, None].expand(spec.B, spec.H, spec.M, spec.N)
         with on(t.q.device):

@@ -107,12 +107,14 @@ def flex_attention(
 
     On GPUs Triton's kernels run programs. Each new function, or one that captures a tensor of
     another shape, is compiled for some seconds. No value of a captured tensor is read before a
-    kernel runs, and an index out of range is clamped. A mask_mod of a large call is first called
-    for each pair, once for the heads and items that share it, to find the blocks to skip. Without
-    Triton, and if a captured tensor gets a gradient, functions become masks: a condition of i and j
-    takes M N bytes, and what a score_mod adds four times as many. A score_mod that is not
-    softcap(score) + f(b, h, i, j) then runs on the oracle, in O(B H M N) memory. On all devices
-    second derivatives by captured tensors run there.
+    kernel runs, and an index out of range is clamped; with FASTATTN_CHECK=1 in the environment it
+    raises as on CPUs. A mask_mod of a large call is first called for each pair, once for the heads
+    and items that share it, to find the blocks to skip. Gradients of captured tensors are exact
+    sums of float32 terms, the same in every run; while one is computed it takes up to 280 bytes for
+    each captured number. Without Triton functions become masks: a condition of i and j takes M N
+    bytes, and what a score_mod adds four times as many. A score_mod that is not softcap(score) +
+    f(b, h, i, j) then runs on the oracle, in O(B H M N) memory. On all devices second derivatives
+    by captured tensors run there.
 
     In compiled and exported code the functions are traced as part of the graph; the programs are
     lowered when it runs. Where torch.compile cannot follow a function, `fastattn.Mod` has it traced
@@ -159,7 +161,7 @@ def flex_attention(
         NotImplementedError: A function uses an operation that programs do not have, or the backend
             cannot run the call.
         IndexError: A function indexes a captured tensor out of range; a score_mod may do so at
-            pairs that are hidden. On GPUs such an index is clamped.
+            pairs that are hidden. On GPUs such an index is clamped, unless FASTATTN_CHECK=1.
 
     Example:
         >>> import torch
@@ -190,7 +192,7 @@ def flex_attention(
     with torch.autocast(device.type, enabled=False) if casts else nullcontext():
         rest: dict[str, Any] = dict(scale=scale, sinks=sinks, dropout_p=dropout_p, seed=seed)
         left = call.rest()
-        runs = runs_programs(device, backend, call.trains_captured())
+        runs = runs_programs(device, backend)
         lowered = call.lowered(left) if runs else None
         if lowered is not None:
             rest["softcap"] = left.softcap

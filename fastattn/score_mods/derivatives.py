@@ -56,6 +56,17 @@ class Differentiation:
         slope = None if score is None else self.by(score, result)
         return slope, None if score is None or slope is None else self.by(score, slope)
 
+    def by_loads(self, result: int) -> list[tuple[int, int]]:
+        """For each load of a captured float: the value of its index, and the derivative of value
+        `result` by it, where that is not 0."""
+        loads = [
+            (x, value.args[0])
+            for x, value in enumerate(self.values[: result + 1])
+            if value.op == "load" and value.kind == "float"
+        ]
+        found = [(index, self.by(x, result)) for x, index in loads]
+        return [(index, slope) for index, slope in found if slope is not None]
+
     def is_one(self, x: Derivative) -> bool:
         return x is not None and self.values[x].number == 1.0
 

@@ -107,11 +107,7 @@ def encode(text: str, floats: int, ints: int, operators: str) -> array[int]:
             lists.append(code.compiled(program.values, [(op, SCORE, last)], last + 1))
     scatters = []
     if programs.score is not None:
-        for x, value in enumerate(programs.score.values):
-            if value.op == "load" and value.kind == "float":
-                factor = d.by(x, result)
-                if factor is not None:
-                    scatters.append(("scatter", DERIVATIVE, value.args[0], factor))
+        scatters += [("scatter", DERIVATIVE, *x) for x in d.by_loads(result)]
         of_outputs = [y for x in scatters for y in x[2:]]
         reads = any(d.values[x].op == "score" for x in needed(d.values, *of_outputs))
     lists.append(code.compiled(d.values, scatters, result + 1) if scatters else code.empty())

@@ -99,10 +99,6 @@ class ModCall(NamedTuple):
             score = capped(score, softcap)
         return Rest(score, mask, None)
 
-    def trains_captured(self) -> bool:
-        """True if a captured tensor gets a gradient."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors)
-
     def lowered(self, rest: Rest, in_parts: bool = False) -> Lowered | None:
         """Its programs as kernels run them. None if there is none, or if a mask serves better.
 

@@ -83,6 +83,11 @@ uint32_t fetch_add(uint32_t* word, uint32_t x, const char* what) {
   return std::exchange(*word, *word + x);
 }
 
+void reduce_add(uint64_t* word, uint64_t x, const char* what) {
+  atomic_access(word, 8, what, Access::kBoth);
+  *word += x;
+}
+
 void publish(const char* site, uint32_t* word, uint32_t x) {
   const Order order = skipped(site) ? Order::kRelaxed : Order::kRelease;
   atomic_access(word, 4, "st", Access::kStore, order);

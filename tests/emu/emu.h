@@ -128,6 +128,7 @@ void atomic_access(const void* at, int bytes, const char* what, Access access,
 void fence(Scope scope);
 // The operations of csrc/cuda/ptx.cuh, executed as well as noted.
 uint32_t fetch_add(uint32_t* word, uint32_t x, const char* what = "atom");
+void reduce_add(uint64_t* word, uint64_t x, const char* what = "red");
 void publish(const char* site, uint32_t* word, uint32_t x);
 void wait_until(const char* site, const uint32_t* word, uint32_t x);
 

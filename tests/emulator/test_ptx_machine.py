@@ -252,6 +252,9 @@ RIGHT = {
     "tickets": """
         ld.param.u64 %g, [given]; atom.relaxed.gpu.global.add.u32 %s0, [%g], 2;
         st.global.b32 [%o], %s0;""",
+    "sums": """
+        ld.global.b64 %d0, [%a]; and.b32 %s0, %t, 1; mul.wide.u32 %d1, %s0, 32;
+        sub.s64 %d2, %o, %d1; red.global.gpu.relaxed.add.u64 [%d2], %d0;""",
     "in_turn": """
         setp.lt.u32 %p0, %t, 32; and.b32 %s0, %t, 31; ld.param.u64 %g, [given];
         mul.wide.u32 %d0, %s0, 4; add.s64 %g, %g, %d0; @%p0 bra $first;
@@ -387,6 +390,15 @@ def test_barriers(executor):
 def test_tickets_are_drawn_once(executor):
     out = run(executor, "tickets", aligned(LANES * 4, np.uint64))
     assert sorted(lanes32(out)[:, 0]) == list(range(0, 2 * LANES, 2))
+
+
+def test_sums_of_two_lanes(executor):
+    given = words()
+    for schedule in SCHEDULES:
+        out = run(executor, "sums", given, schedule=schedule).reshape(LANES, 4)[:, 0]
+        with np.errstate(over="ignore"):
+            pairs = given.reshape(LANES // 2, 2, 4)[..., 0].sum(1)
+        assert np.array_equal(out[::2], pairs) and not out[1::2].any()
 
 
 def test_an_acquire_reads_released_writes(executor):

@@ -65,3 +65,42 @@ def test_functions(compiled, small, rows):  # noqa: F811
         )
     split = {"split_kernel", "combine_kernel"}
     assert kernels(compiled) == (split if rows == "few" else ATTENTION | {"block_mask_kernel"})
+
+
+@pytest.mark.parametrize("only", ["captured", "all"])
+def test_gradients_of_captured_tensors(compiled, small, only):  # noqa: F811
+    """By each index that a sum over a tile, over its rows or its keys comes before, and by one that
+    has none; alone and with those of q, k and v."""
+    n = small.keys + 5
+    problem = build(Dims(1, 2, 1, n, n, small.d, small.d), (), DTYPES["bfloat16"])
+    draw = torch.Generator().manual_seed(1)
+    sizes = dict(table=(2, 2 * n), of_head=(2,), of_key=(n,), of_row=(n,))
+    captured = {x: torch.randn(size, generator=draw) for x, size in sizes.items()}
+    i, j, h = torch.arange(n)[:, None], torch.arange(n), torch.arange(2)[:, None, None]
+
+    def gradients(attend, given):
+        leaves = [x.detach().clone().requires_grad_(only == "all") for x in given]
+        own = {x: y.clone().requires_grad_() for x, y in captured.items()}
+
+        def score(s, b, h, i, j):
+            bent = torch.tanh(s * own["of_head"][h] + own["table"][h, i - j + n])
+            return bent + own["of_key"][j] * own["of_row"][i]
+
+        loss = attend(*leaves, score).float().square().sum()
+        wanted = [x for x in (*own.values(), *leaves) if x.requires_grad]
+        return torch.autograd.grad(loss, wanted)
+
+    given = problem.q, problem.k, problem.v
+    expected = gradients(
+        lambda *x: fastattn.reference.attention(
+            *x[:3], score_mod=lambda s: x[3](s, 0, h, i, j), causal=True
+        ),
+        [x.float() for x in given],
+    )
+    with looked_at():
+        found = gradients(lambda *x: fastattn.attention(*x[:3], score_mod=x[3], causal=True), given)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            x.float(), y.float(), rtol=0, atol=1.5e-2 * float(1 + y.abs().max())
+        )
+    assert kernels(compiled) == (ATTENTION - {"dkv_kernel"} if only == "captured" else ATTENTION)

@@ -100,3 +100,47 @@ def test_blocks_are_skipped_in_a_long_call(name):
     for x, y in zip((found[0], *grads[0]), (found[1], *grads[1]), strict=True):
         scale = 1 + float(y.detach().float().abs().max())
         torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=1e-2 * scale)
+
+
+def test_gradients_of_captured_tensors():
+    """The same bits in every run, and those of float64 within rounding."""
+    n = 300
+    draw = torch.Generator().manual_seed(1)
+    sizes = dict(table=(H, 2 * n), of_head=(H,), of_key=(n,), of_row=(n,), buckets=(8, H))
+    drawn = {x: torch.randn(size, generator=draw) for x, size in sizes.items()}
+
+    def gradients(device, dtype):
+        own = {x: y.to(device, dtype).requires_grad_() for x, y in drawn.items()}
+
+        def score(s, b, h, i, j):
+            bent = torch.tanh(s * own["of_head"][h] + own["table"][h, i - j + n])
+            near = own["buckets"][((i - j).abs() // 16).clamp(max=7), h]
+            return bent + near + own["of_key"][j] * own["of_row"][i]
+
+        def call(q, k, v):
+            return fastattn.attention(q, k, v, score_mod=score, causal=True)
+
+        made = torch.Generator().manual_seed(0)
+        shapes = (B, H, n, D), (B, H // 2, n, D), (B, H // 2, n, D)
+        leaves = [torch.randn(*x, generator=made).to(device, dtype) for x in shapes]
+        leaves = [x.requires_grad_() for x in leaves]
+        return torch.autograd.grad(call(*leaves).square().sum(), [*own.values(), *leaves])
+
+    found, again = gradients(DEVICE, torch.float32), gradients(DEVICE, torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+    for x, y in zip(found, gradients("cpu", torch.float64), strict=True):
+        scale = 1 + float(y.abs().max())
+        torch.testing.assert_close(x.cpu().double(), y, rtol=0, atol=5e-5 * scale)
+
+
+def test_an_index_out_of_range_is_clamped_and_raises_on_request(monkeypatch):
+    short = torch.randn(90, device=DEVICE)
+    q = torch.randn(1, H, 100, D, device=DEVICE)
+    given = dict(score_mod=lambda s, b, h, i, j: s + short[j])
+    clamped = dict(score_mod=lambda s, b, h, i, j: s + short[j.clamp(max=89)])
+    assert torch.equal(fastattn.attention(q, q, q, **given), fastattn.attention(q, q, q, **clamped))
+    monkeypatch.setenv("FASTATTN_CHECK", "1")
+    with pytest.raises(IndexError, match="indexes a captured tensor out of range at a pair"):
+        fastattn.attention(q, q, q, **given)
+    hidden = given | dict(mask_mod=lambda b, h, i, j: j < 90)
+    assert fastattn.attention(q, q, q, **hidden).isfinite().all()

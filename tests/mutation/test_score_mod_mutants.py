@@ -252,9 +252,9 @@ results are freed at once: encoding: cpu/test_score_mods
 a value of rows and keys is of keys: encoding: cpu/test_score_mods
 -of |= found[y]
 +of = max(of, found[y])
-gradients of loads are their values: encoding: cpu/test_score_mods
--factor = d.by(x, result)
-+factor = x
+gradients of loads are their indices: derivatives: cpu/test_score_mods
+-found = [(index, self.by(x, result)) for x, index in loads]
++found = [(index, self.by(index, result)) for x, index in loads]
 the second derivative is the first: partial_derivatives: torch_api/test_functions_of_attention
 -moved = products_t * self._at(self.derived.bend)
 +moved = products_t * self._at(self.derived.slope)

@@ -82,6 +82,11 @@ u32 fetch_add(u64 at, u32 x, Place place) {
   return emu::fetch_add(static_cast<u32*>(memory(at, sizeof x, place)), x, place);
 }
 
+void reduce_add(u64 at, u64 x, Place place) {
+  expect_global(at, sizeof x, place);
+  emu::reduce_add(static_cast<u64*>(memory(at, sizeof x, place)), x, place);
+}
+
 void load_shared(void* to, u32 from, int bytes, Place place) {
   const void* at = emu::shared_pointer(from, bytes);
   emu::plain_read(at, bytes, place);

@@ -45,6 +45,7 @@ void store(u64 to, const void* from, int bytes, Place place);
 void load_in_order(void* to, u64 from, int bytes, bool acquires, Place place);
 void store_in_order(u64 to, const void* from, int bytes, bool releases, Place place);
 u32 fetch_add(u64 at, u32 x, Place place);
+void reduce_add(u64 at, u64 x, Place place);
 void load_shared(void* to, u32 from, int bytes, Place place);
 void store_shared(u32 to, const void* from, int bytes, Place place);
 u64 of_shared(u32 address);  // a generic address, and back

@@ -87,6 +87,11 @@ def fetch_add(write, groups, operands, place):
     return write.result(operands[0], "u32", f"fetch_add({at}, {x}, {place})")
 
 
+def reduce_add(write, groups, operands, place):
+    at, x = write.address(operands[0], "u64"), write.value(operands[1], "u64")
+    return f"reduce_add({at}, {x}, {place});"
+
+
 def load_parameter(write, groups, operands, place):
     kind, registers, bytes = accessed(write, groups, operands[0])
     base, offset = write.base(operands[1])
@@ -191,6 +196,7 @@ FORMS = [
     ("ld.<order:relaxed|acquire>.gpu.global.<T:u32>", "_ _", load_in_order),
     ("st.<order:relaxed|release>.gpu.global.<T:u32>", "_ _", store_in_order),
     ("atom.relaxed.gpu.global.add.u32", "_ _ _", fetch_add),
+    ("red.global.gpu.relaxed.add.u64", "_ _", reduce_add),
     (f"ld.v<count:2|4>.<T:{LOADED}>", "_ _", load),
     (f"ld.<T:{LOADED}>", "_ _", load),
     (f"ld.local.v<count:2|4>.<T:{LOADED}>", "_ _", load_local),

@@ -9,14 +9,10 @@ import fastattn
 from fastattn.backends.triton_support import job, program_source, tile_configs
 from fastattn.call import validation
 from fastattn.call.spec import Options, Tensors
-from fastattn.dispatch.dispatcher import call
-from fastattn.dispatch.operation import ATTENTION
 from fastattn.score_mods.encoding import CAPTURED, ModText
 from fastattn.score_mods.evaluate import evaluate
-from fastattn.score_mods.lowering import Begin, lower
 from fastattn.score_mods.program import Program
-from fastattn.score_mods.recognition import Shape
-from fastattn.score_mods.tracing import merge, trace_score_mod
+from fastattn.score_mods.tracing import trace_score_mod
 from tests.support.backends import INTERPRETED
 from tests.support.flex_functions import indices
 from tests.support.program_operators import CASES, IDS, function_of
@@ -204,29 +200,6 @@ def test_whole_numbers_beyond_32_bits():
     q, k, v = (x.detach() for x in tensors())
     found = [fastattn.attention(q, k, v, backend=x, **given) for x in ("triton", "reference")]
     close(found[:1], found[1:])
-
-
-def test_a_table_that_trains_runs_as_a_mask():
-    """Triton's kernels have no gradient of captured tensors: the bias is a mask with one."""
-    table = TABLE.clone().requires_grad_()
-    grads = []
-    for backend in ("triton", "cpu"):
-        out = fastattn.attention(
-            *tensors(), score_mod=lambda s, b, h, i, j: s + table[h, i - j + N], backend=backend
-        )
-        grads += torch.autograd.grad(out.square().sum(), table)
-    close(grads[:1], grads[1:])
-
-
-def test_the_operator_refuses_a_gradient_of_captured_numbers():
-    text = lower(*merge(trace_score_mod(relative), None), SHAPE, torch.float32, Begin())
-    t = Tensors(*tensors(), captured_floats=text.floats.requires_grad_())
-    out, _ = call(ATTENTION, t, Options(score_mod=text.text, backend="triton", grad=True))
-    with pytest.raises(NotImplementedError, match="captured_floats: backend 'triton'"):
-        torch.autograd.grad(out.sum(), t.captured_floats)
-
-
-SHAPE = Shape(B, H, M, N)
 
 
 def test_a_derivative_that_is_not_finite_where_a_mask_hides():

@@ -15,7 +15,7 @@ from ..base import check_values
 from ..gpu import architecture, processors
 from ..native.marshalling import specialization_key
 from ..native_launcher import prepared
-from . import autotune, launch_cache, tile_configs
+from . import autotune, captured_sums, launch_cache, tile_configs
 from .arguments import (
     bits,
     blocks,
@@ -33,7 +33,7 @@ from .launch_cache import Launch
 from .program_source import is_sum
 from .runtime import kernels, run, timed
 
-OWNS = dict(forward="rows", dq="rows", dkv="keys", dk="keys", dv="keys")
+OWNS = dict(forward="rows", dq="rows", dq_captured="rows", dkv="keys", dk="keys", dv="keys")
 LONGEST_FIRST_BYTES = 32 << 20  # keys and values that programs share in the L2 cache
 
 
@@ -205,9 +205,10 @@ class Job:
             "dq",
             lambda c: blocks(self.M, c.BM) * spec.B * spec.H,
             self.inputs,
-            (self.of_rows, operand(dq)),
+            (self.of_rows, operand(dq), None),
             GIVEN=spec.weights,
             SUMS=sums,
+            SHIFT=0,
         )
 
     def walk_rows(self, dk: Tensor | None, dv: Tensor | None) -> None:
@@ -236,8 +237,13 @@ class Job:
             if "mask" in wanted:
                 mask = wanted["mask"]
                 grads["mask"] = torch.zeros_like(mask, dtype=spec.stored(mask.dtype))
+            if "captured_floats" in wanted:
+                grads["captured_floats"] = torch.zeros_like(wanted["captured_floats"])
         else:
-            if "q" in grads:
+            if "captured_floats" in wanted:
+                floats = wanted["captured_floats"]
+                grads["captured_floats"] = captured_sums.gradient(self, floats, grads.get("q"))
+            elif "q" in grads:
                 self.walk_keys(grads["q"])
             if "k" in grads or "v" in grads:
                 self.walk_rows(grads.get("k"), grads.get("v"))

@@ -3,6 +3,8 @@
     score_mod(s, b, h, i, j, captured)  the score, and its derivative by s
     bend(s, b, h, i, j, captured)       the second derivative
     mask_mod(b, h, i, j, captured)      whether the pair is seen
+    outside(b, h, i, j, captured)       whether it indexes a captured tensor out of range
+    scatter(s, b, h, i, j, captured, ds, sums, SHIFT)   adds to the gradients of captured numbers
 
 Each value of a program is one line. Whole numbers have 32 bits where the bounds of the program
 prove that they fit, and 64 bits elsewhere.
@@ -37,6 +39,8 @@ class Functions(NamedTuple):
     score_mod: Any = None
     bend: Any = None
     mask_mod: Any = None
+    outside: Any = None
+    scatter: Any = None
 
 
 def functions(spec: AttentionSpec) -> Functions:
@@ -50,7 +54,7 @@ def functions(spec: AttentionSpec) -> Functions:
         j=spec.at_key + spec.N + TILE,
     )
     most = tuple((name, max(1 << 16, 1 << (n - 1).bit_length())) for name, n in sizes.items())
-    return _functions(spec.score_mod, most)
+    return functions_of(spec.score_mod, most)
 
 
 @functools.lru_cache(maxsize=512)
@@ -65,7 +69,8 @@ def is_sum(text: str) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _functions(text: str, most: tuple[tuple[str, int], ...]) -> Functions:
+def functions_of(text: str, most: tuple[tuple[str, int], ...]) -> Functions:
+    """most: above the largest index of each kind."""
     name, source = module_of(text, dict(most))
     namespace: dict[str, Any] = {"__name__": f"fastattn.kernels.{name}"}
     path = f"<{name}>"  # Triton reads the source of a function through linecache
@@ -94,9 +99,12 @@ def module_of(text: str, most: dict[str, int]) -> tuple[str, str]:
         slope, bend = d.by_score(result)
         parts.append(_function("score_mod", "s, ", d.values, (result, slope), inputs))
         parts.append(_function("bend", "s, ", d.values, (bend,), inputs))
-    if programs.mask is not None:
-        own = programs.mask.values
-        parts.append(_function("mask_mod", "", own, (len(own) - 1,), inputs))
+        if terms := d.by_loads(result):
+            parts.append(_scatter(d.values, terms, inputs))
+    for which, program in (("mask_mod", programs.mask), ("outside", programs.outside)):
+        if program is not None:
+            own = program.values
+            parts.append(_function(which, "", own, (len(own) - 1,), inputs))
     called = inspect.getsource(importlib.import_module("fastattn.kernels.program_functions"))
     body = "\n\n".join(parts)
     name = f"program_{hashlib.sha256((called + body).encode()).hexdigest()[:16]}"
@@ -121,16 +129,39 @@ def _function(
     inputs: dict[str, tuple[int, int]],
 ) -> str:
     """The source of a function that returns these values. None: 0."""
+    body = _lines(values, [x for x in results if x is not None], inputs)
+    words = ("0.0" if x is None else _result(values[x], x) for x in results)
+    head = f"@triton.jit\ndef {name}_{_NAME}({first}b, h, i, j, captured):\n"
+    return f"{head}{body}    return {', '.join(words)}\n"
+
+
+def _scatter(
+    values: Sequence[Value],
+    terms: Sequence[tuple[int, int]],
+    inputs: dict[str, tuple[int, int]],
+) -> str:
+    """The source of the function that adds to gradients of captured numbers.
+
+    terms: the values of an index and of the derivative by the number there.
+    """
+    given = "s, b, h, i, j, captured, ds, sums, SHIFT: tl.constexpr"
+    lines = [f"@triton.jit\ndef scatter_{_NAME}({given}):\n"]
+    lines.append(_lines(values, [x for term in terms for x in term], inputs))
+    for index, slope in terms:
+        term = "ds" if values[slope].number == 1.0 else f"of.term_of(ds, v{slope})"
+        lines.append(f"    of.add_to_sums(sums, captured.n_floats, v{index}, {term}, SHIFT)\n")
+    return "".join(lines)
+
+
+def _lines(
+    values: Sequence[Value], wanted: Sequence[int], inputs: dict[str, tuple[int, int]]
+) -> str:
+    """A line for each of these values and for each that they need."""
     given = tuple(values)
     known = bounds(Program(given, CAPTURED), inputs, {})
-    lines = [f"@triton.jit\ndef {name}_{_NAME}({first}b, h, i, j, captured):\n"]
-    kept = needed(given, *(x for x in results if x is not None))
+    kept = needed(given, *wanted)
     widths = {x: _width(given[x], known[x]) for x in kept}
-    for x in kept:
-        lines.append(f"    v{x} = {_line(given, x, widths, known)}\n")
-    words = ("0.0" if x is None else _result(given[x], x) for x in results)
-    lines.append(f"    return {', '.join(words)}\n")
-    return "".join(lines)
+    return "".join(f"    v{x} = {_line(given, x, widths, known)}\n" for x in kept)
 
 
 def _result(value: Value, at: int) -> str:

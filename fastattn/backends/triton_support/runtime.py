@@ -38,7 +38,7 @@ def kernels() -> SimpleNamespace:
     if not interpreted():
         launch_cache.find_cache()
     names = ("tile", "score", "block_mask", "forward", "backward", "decode", "weights")
-    names += ("tangent", "jvp", "backward_jvp")
+    names += ("tangent", "jvp", "backward_jvp", "index_check")
     found = {x: importlib.import_module(f"fastattn.kernels.{x}") for x in names}
     # NamedTuple._make without its check of the length.
     operand = functools.partial(tuple.__new__, found["tile"].Operand)

@@ -37,6 +37,7 @@ def triton_version() -> str | None:
 C = Config
 INTERPRETED = C(32, 32, 4, 1)
 PASSES = ("forward", "delta", "dq", "dkv", "dk", "dv", "dmask", "decode", "combine", "weights")
+PASSES += ("dq_captured", "index_check")  # of programs with captured tensors
 PASSES += ("jvp", "rates", "dq_t", "dkv_t", "dk_t", "dv_t", "dmask_t")  # that take tangents
 BUCKETS = (64, 128, 256)  # head dims: the larger of q's and v's
 TUNED = ("forward", "dq", "dkv", "dk", "dv", "decode", "weights")  # what FASTATTN_AUTOTUNE searches
@@ -179,7 +180,8 @@ FLOAT32: Table = {  # IEEE products are FMAs of every thread: small tiles, on ev
 }
 # fmt: on
 
-BY_ROWS = C(32, 32, 4, 1)  # delta, rates and combine: no products, bound by memory
+BY_ROWS = C(32, 32, 4, 1)  # for passes without products
+WITHOUT_PRODUCTS = ("delta", "rates", "combine", "index_check")
 READING = dict(warps=8, stages=2)  # to read a mask for its structure: no products either
 TABLES = {80: AMPERE, 86: SMALL, 90: HOPPER, 100: BLACKWELL, 120: SMALL}  # 16-bit, by arch
 
@@ -194,8 +196,11 @@ def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[s
     """
     if not arch:
         return INTERPRETED
-    if which in ("delta", "rates", "combine"):
+    if which in WITHOUT_PRODUCTS:
         return BY_ROWS
+    if which == "dq_captured":  # dq, and words of 64 bits for every score
+        tile = config("dq", arch, itemsize, head_dim, (*busy, "captured"))
+        return tile._replace(BN=max(16, tile.BN // 2))
     table = _table(arch, itemsize)
     end = "_t" if which.endswith("_t") else ""
     row = next(r for x in (which, f"dkv{end}", f"dk{end}") if (r := _row(table, x, head_dim)))
