@@ -24,7 +24,8 @@ from .program import Builder, Program, Value
 from .recognition import Shape, inputs_of
 
 CLASSES_FROM = 1 << 15  # pairs of one head: below, classes cost more than they save
-MOST_PLANES = 64  # of classes
+MOST_PLANES = 64  # of classes, in calls with fewer pairs of one head than this:
+ANY_PLANES_FROM = 1 << 20  # classes of a plane take a millisecond, a tenth of its attention or less
 MOST_COPIED = 1 << 20  # captured numbers: a larger table is read by the mask that it makes
 INT32 = range(-(2**31), 2**31)
 CPU = torch.device("cpu")
@@ -282,12 +283,13 @@ class _Outside:
 def _blocks(
     mask: Program, tensors: Sequence[Tensor], shape: Shape, dtype: torch.dtype, begin: Begin
 ) -> Tensor | None:
-    if shape.rows * shape.keys < CLASSES_FROM:
+    pairs = shape.rows * shape.keys
+    if pairs < CLASSES_FROM:
         return None
     reads = inputs_of(mask)
     items = shape.batch if "b" in reads else 1
     heads = shape.heads if "h" in reads else 1
-    if not 0 < items * heads <= MOST_PLANES:
+    if not items * heads or (items * heads > MOST_PLANES and pairs < ANY_PLANES_FROM):
         return None
     planes = [
         block_classes(

@@ -187,6 +187,19 @@ def test_blocks_of_all_items_and_heads_are_one():
     assert blocks.shape == (1, 1, 16, 8)
 
 
+def test_blocks_of_many_items_are_found_in_long_calls():
+    """In short ones they would take longer than what they save."""
+    lengths = torch.arange(1, 71) * 10
+
+    def shown(b, h, i, j):
+        return j < lengths[b]
+
+    assert lowered(mask=shown, sizes=Shape(70, 1, 512, 512)).blocks is None
+    blocks = lowered(mask=shown, sizes=Shape(70, 1, 1024, 1024)).blocks
+    assert blocks.shape == (70, 1, 32, 16)
+    assert blocks[:, 0, 0].sign().sum(1).tolist() == (-(-lengths // 64)).tolist()
+
+
 def test_the_code_of_equal_programs_is_made_once():
     found = lowered(lambda s, b, h, i, j: s + (i - j))
     operators = "score b h i j constant:f constant:i sub:i to_float:i add:f copy hide check scatter"
