@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 // The largest head dims, of q.k and of v, that the kernels are built for.
-enum { FA_CPU_MAX_HEAD_DIM = 512, FA_CUDA_MAX_HEAD_DIM = 256 };
+enum { FA_CPU_MAX_HEAD_DIM = 1024, FA_CUDA_MAX_HEAD_DIM = 256 };
 
 enum FaDtype {
   FA_F32 = 0,

@@ -37,7 +37,7 @@ WIDEST = min(
 def head_dim(rng, widest=WIDEST):
     if rng.random() < 0.6:
         return rng.randint(1, 40)
-    some = (48, 64, 72, 80, 96, 127, 128, 129, 160, 192, 256, 512)
+    some = (48, 64, 72, 80, 96, 127, 128, 129, 160, 192, 256, 512, 576, 1000)
     return rng.choice([d for d in some if d <= widest])
 
 

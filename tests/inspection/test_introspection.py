@@ -178,11 +178,11 @@ def test_explain_says_what_becomes_of_functions():
 
 
 def test_explain_of_a_head_dim_that_only_the_reference_runs():
-    found = fastattn.explain(*qkv(D=513))
+    found = fastattn.explain(*qkv(D=1025))
     assert found.backend == "reference"
-    assert any("513" in why for why in found.declined["cpu"])
-    refused = fastattn.explain(*qkv(D=513), backend="cpu")
-    assert refused.backend is None and "513" in str(refused)
+    assert any("1025" in why for why in found.declined["cpu"])
+    refused = fastattn.explain(*qkv(D=1025), backend="cpu")
+    assert refused.backend is None and "1025" in str(refused)
     assert "reference: could run" in str(refused)
 
 
@@ -200,26 +200,26 @@ def test_explain_computes_nothing_and_refuses_bad_input():
 
 def test_falling_back_to_the_reference_warns_once_with_the_reasons():
     with pytest.warns(UserWarning) as caught:
-        fastattn.attention(*qkv(D=513))
+        fastattn.attention(*qkv(D=1025))
     assert len(caught) == 1 and caught[0].filename == __file__
     message = str(caught[0].message)
-    assert "reference" in message and "cpu: " in message and "513" in message
+    assert "reference" in message and "cpu: " in message and "1025" in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fastattn.attention(*qkv(D=513))
-        fastattn.attention(*qkv(D=513), causal=True)
-    with pytest.warns(UserWarning, match="600"):
-        fastattn.attention(*qkv(D=600))
+        fastattn.attention(*qkv(D=1025))
+        fastattn.attention(*qkv(D=1025), causal=True)
+    with pytest.warns(UserWarning, match="1100"):
+        fastattn.attention(*qkv(D=1100))
 
 
 def test_choosing_the_reference_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fastattn.attention(*qkv(D=513), backend="reference")
+        fastattn.attention(*qkv(D=1025), backend="reference")
 
 
 def test_the_fallback_is_right_in_every_pass():
-    q, k, v = (x.double().requires_grad_() for x in qkv(D=513))
+    q, k, v = (x.double().requires_grad_() for x in qkv(D=1025))
     with pytest.warns(UserWarning):
         out = fastattn.attention(q, k, v)
     exact = fastattn.reference.attention(q, k, v)
@@ -232,9 +232,9 @@ def test_the_fallback_is_right_in_every_pass():
 
 
 def test_an_explicit_backend_never_falls_back(declining):
-    for given, part in ((dict(backend="cpu"), "513"), (dict(backend="declining"), "Sunday")):
+    for given, part in ((dict(backend="cpu"), "1025"), (dict(backend="declining"), "Sunday")):
         with pytest.raises(NotImplementedError) as caught:
-            fastattn.attention(*qkv(D=513), **given)
+            fastattn.attention(*qkv(D=1025), **given)
         message = str(caught.value)
         assert part in message and "reference: can run it" in message and "declining: " in message
 
