@@ -10,6 +10,7 @@ from . import (
     backends,  # noqa: F401  they register themselves
     flash_attn,
     integrations,
+    mla,
     moved_modules,
     nn,
     reference,
@@ -51,6 +52,7 @@ __all__ = [
     "flex_attention",
     "integrations",
     "merge",
+    "mla",
     "nn",
     "patch",
     "profile",

@@ -29,13 +29,16 @@ class Pool:
     """Pages (P,page,Hk,D) of keys and of values, and how many items use each.
 
     kept: the tensors by their names in `attention_packed`. Rows in eight bits also have scales
-    (P,page,Hk).
+        (P,page,Hk).
+    latent: None; or that many, the first, of the numbers of a key are its value: only keys are
+        kept.
     """
 
     forked: bool
     dtype: torch.dtype
     kept: dict[str, Tensor]
     users: Tensor
+    latent: int | None = None  # of caches saved by 0.1.0
 
     def __init__(
         self,
@@ -45,15 +48,18 @@ class Pool:
         dtype: torch.dtype,
         storage: torch.dtype,
         device: torch.device | str | None,
+        latent: int | None = None,
     ):
-        self.forked, self.dtype = False, dtype
+        self.forked, self.dtype, self.latent = False, dtype, latent
+        sizes = dict(k=D) if latent is not None else dict(k=D, v=Dv)
         self.kept = {
             name: torch.empty(*shape, columns, dtype=storage, device=device)
-            for name, columns in (("k", D), ("v", Dv))
+            for name, columns in sizes.items()
         }
         if storage in STORAGE:
-            for name in ("k_scale", "v_scale"):
-                self.kept[name] = torch.empty(shape, dtype=torch.float32, device=device)
+            for name in sizes:
+                scale = torch.empty(shape, dtype=torch.float32, device=device)
+                self.kept[f"{name}_scale"] = scale
         self.users = torch.zeros(shape[0], dtype=torch.int64, device="cpu")
 
     @property
@@ -62,21 +68,34 @@ class Pool:
 
     @property
     def v(self) -> Tensor:
-        return self.kept["v"]
+        return self.k[..., : self.latent] if self.latent is not None else self.kept["v"]
+
+    def scale(self, name: str) -> Tensor | None:
+        """The factors of the rows of "k" or "v"; None unless rows have eight bits."""
+        return self.kept.get("k_scale" if self.latent is not None else f"{name}_scale")
+
+    def given(self) -> dict[str, Tensor]:
+        """What `attention_packed` reads."""
+        found = dict(k=self.k, v=self.v, k_scale=self.scale("k"), v_scale=self.scale("v"))
+        return {name: x for name, x in found.items() if x is not None}
 
     @property
     def page(self) -> int:
         return self.k.shape[1]
 
-    def rows(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Rows (n,Hk,D) as they are stored. Views of the pages are copied, because the pages
-        will be written."""
+    def rows(self, **given: Tensor) -> dict[str, Tensor]:
+        """Rows (n,Hk,D) of k, and of v, as they are stored. Views of the pages are copied, because
+        the pages will be written."""
         if self.k.dtype == self.dtype:
             pages = {x.untyped_storage().data_ptr() for x in self.kept.values()}
-            k, v = (x.clone() if x.untyped_storage().data_ptr() in pages else x for x in (k, v))
-            return {"k": k, "v": v}
-        (k, k_scale), (v, v_scale) = (quantised(x, self.k.dtype) for x in (k, v))
-        return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+            return {
+                name: x.clone() if x.untyped_storage().data_ptr() in pages else x
+                for name, x in given.items()
+            }
+        found = {}
+        for name, x in given.items():
+            found[name], found[f"{name}_scale"] = quantised(x, self.k.dtype)
+        return found
 
     def claim(
         self, n: int, dropped: Tensor, grow: bool = False, kept: dict[str, Tensor] | None = None

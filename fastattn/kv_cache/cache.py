@@ -90,6 +90,8 @@ class KVCache:
         heads: Hk, the number of key heads.
         head_dim: D, the size of a key.
         value_dim: Dv, the size of a value; head_dim by default.
+        latent: Dv of a cache of keys alone: the value of a token is the first `latent` numbers of
+            its key, as in latent attention (`fastattn.mla`). Not with value_dim.
         capacity: The largest number of keys of an item.
         page_size: The number of keys of a page. None gives each item one contiguous page, and
             allocates all memory at once.
@@ -127,6 +129,7 @@ class KVCache:
         head_dim: int,
         *,
         value_dim: int | None = None,
+        latent: int | None = None,
         capacity: int,
         page_size: int | None = None,
         dtype: torch.dtype = torch.float32,
@@ -139,6 +142,8 @@ class KVCache:
         )
         capacity = _size("capacity", capacity, 1)
         page_size = None if page_size is None else _size("page_size", page_size, 1)
+        if latent is not None:
+            latent = _latent(latent, head_dim, value_dim)
         value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype}, expected one of {DTYPES}")
@@ -148,7 +153,7 @@ class KVCache:
         page = capacity if page_size is None else page_size
         blocks = -(-capacity // page)
         shape = batch * blocks, page, heads
-        pool = Pool(shape, head_dim, value_dim, dtype, storage or dtype, device)
+        pool = Pool(shape, head_dim, value_dim, dtype, storage or dtype, device, latent)
         table = torch.zeros(batch, blocks, dtype=torch.int64, device="cpu")
         lengths = torch.zeros(batch, dtype=torch.int64, device="cpu")
         items = Items(table, lengths, torch.zeros(batch, dtype=torch.bool, device="cpu"))
@@ -184,7 +189,10 @@ class KVCache:
 
     @property
     def v_pages(self) -> Tensor:
-        """The pages of values, (P,page,Hk,Dv), shared with all forks."""
+        """The pages of values, (P,page,Hk,Dv), shared with all forks.
+
+        With latent they are a view of those of keys.
+        """
         return self._pool.v
 
     @property
@@ -200,12 +208,12 @@ class KVCache:
     @property
     def k_scales(self) -> Tensor | None:
         """The factor of each row of k, (P,page,Hk) float32; None unless pages have eight bits."""
-        return self._pool.kept.get("k_scale")
+        return self._pool.scale("k")
 
     @property
     def v_scales(self) -> Tensor | None:
         """The factor of each row of v, (P,page,Hk) float32; None unless pages have eight bits."""
-        return self._pool.kept.get("v_scale")
+        return self._pool.scale("v")
 
     @property
     def nbytes(self) -> int:
@@ -310,7 +318,7 @@ class KVCache:
         mask = arguments.get("mask")
         columns = mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
         given: dict[str, Any] = arguments | dict(
-            self._pool.kept,
+            self._pool.given(),
             causal=causal,
             block_table=self._on_device[0],
             key_lengths=self._on_device[1],
@@ -358,12 +366,12 @@ class KVCache:
     # ---------------------------------------------------------------------------------- appending
 
     @_kept
-    def append(self, k: Tensor, v: Tensor, cu: Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor | None = None, cu: Tensor | None = None) -> None:
         """Append keys and values to the items, in place.
 
         Args:
             k: Keys. Without cu, n for each item; with cu, the new keys of all items.
-            v: Values, laid out as k.
+            v: Values, laid out as k; None in a cache with latent.
             cu: Offsets: item b gets rows cu[b] to cu[b+1].
 
         Shape:
@@ -374,7 +382,8 @@ class KVCache:
         Raises:
             RuntimeError: The cache is full. Nothing was written.
             ValueError: A tensor does not fit the cache.
-            TypeError: k or v is not a tensor, or cu is not of whole numbers.
+            TypeError: k or v is not a tensor, or cu is not of whole numbers; v is given to a cache
+                with latent.
 
         Example:
             >>> import torch
@@ -385,11 +394,18 @@ class KVCache:
             >>> cache.lengths
             tensor([3, 2])
         """
+        given: dict[str, Any] = dict(k=k, v=v)
+        if self._pool.latent is not None:
+            if v is not None:
+                raise TypeError("v: got an argument, expected None: latent gives the values")
+            del given["v"]
         if self._is_autocast():
-            k, v = self._cast(k), self._cast(v)
-        self._check(k, v, cu is not None)
+            given = {name: self._cast(x) for name, x in given.items()}
+        self._check(given, cu is not None)
+        k = given["k"]
         if cu is None:
-            rows, n = self._pool.rows(k.transpose(1, 2), v.transpose(1, 2)), k.shape[2]
+            rows = self._pool.rows(**{name: x.transpose(1, 2) for name, x in given.items()})
+            n = k.shape[2]
             if n <= self._slack:
                 self._go_on(n, rows)
                 return
@@ -397,14 +413,15 @@ class KVCache:
             at = self._next(n, change.items.table, change.page)
             self._do(change, at, rows, self._left(change))
         else:
-            rows, counts = self._pool.rows(k, v), _steps(cu, self.batch, k.shape[0])
+            rows, counts = self._pool.rows(**given), _steps(cu, self.batch, k.shape[0])
             change = self._with(counts, self._items)
             self._do(change, _places(change.items, counts, change.page), rows)
 
-    def _check(self, k: Tensor, v: Tensor, packed: bool) -> None:
-        _, _, heads, D = self._pool.k.shape
-        Dv = self._pool.v.shape[3]
-        for name, x, d in (("k", k, D), ("v", v, Dv)):
+    def _check(self, given: dict[str, Any], packed: bool) -> None:
+        heads, widths = self._pool.k.shape[2], dict(k=self._pool.k.shape[3])
+        widths["v"] = self._pool.v.shape[3]
+        for name, x in given.items():
+            d = widths[name]
             letters = "(T, Hk, D)" if packed else "(B, Hk, n, D)"
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
@@ -417,8 +434,9 @@ class KVCache:
                 expected = f"{dtype} on {device}, as the cache has"
                 raise ValueError(f"{name}: got {x.dtype} on {x.device}, expected {expected}")
         rows = 0 if packed else 2
-        if k.shape[rows] != v.shape[rows]:
-            raise ValueError(f"v: got {v.shape[rows]} rows, expected {k.shape[rows]}, as k has")
+        counts = {name: x.shape[rows] for name, x in given.items()}
+        if counts.get("v", counts["k"]) != counts["k"]:
+            raise ValueError(f"v: got {counts['v']} rows, expected {counts['k']}, as k has")
 
     def _go_on(self, n: int, rows: dict[str, Tensor]) -> None:
         """Append n keys to every item in the pages that it has, as most decoding steps do."""
@@ -727,6 +745,17 @@ def _places(items: Items, counts: Tensor, page: int) -> tuple[Tensor, Tensor]:
 def _let_go(pool: Pool, held: list[Tensor]) -> None:
     with _disable_current_modes():  # a cache may be collected under any mode
         pool.drop(used(held[0], held[1], pool.page))
+
+
+def _latent(latent: Any, head_dim: int, value_dim: Any) -> int:
+    if value_dim is not None:
+        raise ValueError(
+            f"latent: got {latent} beside value_dim = {value_dim}, expected one of them"
+        )
+    found = _size("latent", latent)
+    if found > head_dim:
+        raise ValueError(f"latent: got {found}, expected at most head_dim = {head_dim}")
+    return found
 
 
 def _size(name: str, x: Any, least: int = 0) -> int:

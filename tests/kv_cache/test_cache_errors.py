@@ -62,6 +62,22 @@ WRONG = [
     ),
     (lambda c: KVCache(1, 2, 8, capacity=4, page_size=2.5), TypeError, "page_size: got 2.5"),
     (lambda c: KVCache(1, 2, 8, capacity=4, value_dim=-1), ValueError, "value_dim: got -1"),
+    (
+        lambda c: KVCache(1, 2, 8, capacity=4, value_dim=3, latent=4),
+        ValueError,
+        "latent: got 4 beside value_dim = 3, expected one of them",
+    ),
+    (
+        lambda c: KVCache(1, 2, 8, capacity=4, latent=9),
+        ValueError,
+        "latent: got 9, expected at most head_dim = 8",
+    ),
+    (
+        lambda c: KVCache(B, HK, D, capacity=4, latent=2).append(x, x),
+        TypeError,
+        "v: got an argument, expected None: latent gives",
+    ),
+    (lambda c: c.append(x), TypeError, "v: got NoneType, expected a torch.Tensor"),
     (lambda c: KVCache(1, 2, 8, capacity=4, dtype=torch.int8), ValueError, "dtype: got torch.int8"),
     (lambda c: KVCache(1, 2, 8, capacity=0), ValueError, "capacity: got 0, expected 1 or more"),
     (lambda c: KVCache(1, 2, 8, capacity=4, page_size=0), ValueError, "page_size: got 0"),
