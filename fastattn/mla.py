@@ -186,14 +186,14 @@ def decode(
         >>> torch.testing.assert_close(last, whole[:, :, -1:], rtol=1e-4, atol=1e-4)
     """
     latent = _checked(q, q_rotated, keys, weights)
-    absorbed = torch.cat((q @ weights.k.to(q.dtype), q_rotated), -1)
+    queries = absorbed(q, q_rotated, weights)
     scale = _scale(q, q_rotated) if scale is None else scale
     if isinstance(keys, KVCache):
-        found = keys.attention(absorbed, scale=scale, **arguments)
+        found = keys.attention(queries, scale=scale, **arguments)
     else:
-        found = attention(absorbed, keys, keys[..., :latent], scale=scale, **arguments)
+        found = attention(queries, keys, keys[..., :latent], scale=scale, **arguments)
     out, *lse = found if isinstance(found, tuple) else (found,)
-    out = out @ weights.v.to(out.dtype).mT
+    out = outputs(out, weights)
     return (out, *lse) if lse else out
 
 
@@ -252,6 +252,16 @@ def prefill(
     v = vectors @ weights.v.to(keys.dtype).mT
     scale = _scale(q, q_rotated) if scale is None else scale
     return attention(torch.cat((q, q_rotated), -1), k, v, scale=scale, **arguments)
+
+
+def absorbed(q: Tensor, q_rotated: Tensor, weights: Weights) -> Tensor:
+    """Queries (B, H, M, L + R) against keys that are latent vectors."""
+    return torch.cat((q @ weights.k.to(q.dtype), q_rotated), -1)
+
+
+def outputs(out: Tensor, weights: Weights) -> Tensor:
+    """Outputs (B, H, M, Dv) of sums of latent vectors (B, H, M, L)."""
+    return out @ weights.v.to(out.dtype).mT
 
 
 def _scale(q: Tensor, q_rotated: Tensor) -> float:

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from . import transformers_latent
+
 NAME = "fastattn"
 _MISSING = object()
 _undo: list[Callable[[], None]] = []
@@ -123,6 +125,10 @@ def _refusing(original: Callable) -> Callable:
                 f"whose attention goes through transformers' AttentionInterface: {why}; leave it "
                 "at 'eager' or 'sdpa'"
             )
+        if requested_attention == NAME:
+            for layer in transformers_latent.layers(type(self)):
+                if transformers_latent.original_of(layer) is None:
+                    _wrap(layer, "expand_kv", transformers_latent.keeping_latent(NAME))
         return original(self, requested_attention, *args, **kwargs)
 
     return get_correct_attn_implementation

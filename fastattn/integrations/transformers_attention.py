@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import mla
 from ..api import attention, attention_packed, attention_weights, draw_seed
+from .transformers_latent import heads
 from .transformers_masks import RELATIVE, StructuredMask
 from .transformers_paged import attend_pages
 
@@ -44,6 +46,7 @@ def attend(
                 f"{name}: got some, expected none: fastattn does not implement this argument; "
                 "leave this model at 'eager' or 'sdpa'"
             )
+    query, key, value, weights = heads(module, query, key, value, expand=cache is not None)
     given = _given(query, scaling, softcap, s_aux, dropout)
     if cache is not None:
         asked = kwargs | dict(is_causal=is_causal, position_bias=position_bias)
@@ -63,8 +66,12 @@ def attend(
         arguments = arguments | {"mask": _biased(position_bias, arguments.get("mask"), query)}
     given |= arguments
     if offsets is not None:
-        return _packed(query, key, value, offsets, given), None
-    out: Any = attention(query, key, value, **given)
+        out: Any = _packed(query, key, value, offsets, given).transpose(1, 2)
+        wants_weights = False
+    else:
+        out = attention(query, key, value, **given)
+    if weights is not None:
+        out = mla.outputs(out, weights)
     return out.transpose(1, 2), attention_weights(query, key, **given) if wants_weights else None
 
 

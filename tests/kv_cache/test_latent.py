@@ -1,5 +1,5 @@
-"""A cache of latent vectors, whose values are the first numbers of its keys: it has the bits of a
-cache with these keys and values, after any changes, in less memory."""
+"""A cache of latent vectors: values are the first numbers of keys. It has the bits of a cache with
+these keys and values, after any changes, in less memory. And both ways of latent attention."""
 
 import copy
 import pickle

@@ -24,8 +24,8 @@ DOUBLE_BIAS, DOUBLE_DIGITS = 1023, 52
 
 
 def gradient(job: Any, floats: Tensor, dq: Tensor | None) -> Tensor:
-    """The gradient of captured numbers. The same pass computes dq, unless that is None. job: a Job,
-    whose module imports this one."""
+    """The gradient of captured numbers. The same pass computes dq, unless that is None. job: a Job;
+    its module imports this one."""
     spec = job.spec
     if job.flags.scatter is None:  # no score depends on them
         if dq is not None:

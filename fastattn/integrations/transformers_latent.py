@@ -1,0 +1,112 @@
+"""Latent attention of transformers' models (DeepSeek-V2, V3 and their kin): where rows are few, as
+in decoding, the keys and values of heads are not made (`fastattn.mla`).
+
+These models keep latent vectors in their cache, and `expand_kv` of their attention makes keys and
+values of each head from all of them, at every token. In its place they get the latent vectors, and
+`attend` applies the weights to queries and outputs; or it calls `expand_kv` after all.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import mla
+
+# Lines of `expand_kv`: keys come first in the rows of `kv_b_proj`, then values.
+_EXPANDS = (
+    "self.kv_b_proj(kv_nope).view(key_shape).transpose(1, 2)",
+    "torch.split(kv_nope, [self.qk_nope_head_dim, self.v_head_dim], dim=-1)",
+)
+
+
+class Heads(NamedTuple):
+    """What attention is computed of. weights: to apply to the outputs, or None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: mla.Weights | None = None
+
+
+def layers(kind: type) -> list[type]:
+    """The attention classes beside a model that have an `expand_kv` of the known form."""
+    found = []
+    for x in vars(sys.modules.get(kind.__module__)).values():
+        if not isinstance(x, type) or x.__module__ != kind.__module__ or "expand_kv" not in vars(x):
+            continue
+        try:
+            source = inspect.getsource(vars(x)["expand_kv"])
+        except (OSError, TypeError):
+            continue
+        if all(line in source for line in _EXPANDS):
+            found.append(x)
+    return found
+
+
+def original_of(layer: Any) -> Callable | None:
+    """The class's own `expand_kv`, if a wrapper is in its place; else None."""
+    return getattr(getattr(layer, "expand_kv", None), "made_by_fastattn_of", None)
+
+
+def keeping_latent(name: str) -> Callable[[Callable], Callable]:
+    """Return a wrapper of `expand_kv`, which gives latent vectors to the implementation `name`."""
+
+    def wrapper(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+            if self.config._attn_implementation != name or not _is_known(self, kv_nope):
+                return original(self, kv_nope, k_rot)
+            key = mla.keys(kv_nope, k_rot)
+            return key, key[..., : kv_nope.shape[-1]]
+
+        marked: Any = expand_kv
+        marked.made_by_fastattn_of = original
+        return marked
+
+    return wrapper
+
+
+def heads(module: Any, query: Tensor, key: Tensor, value: Tensor, expand: bool) -> Heads:
+    """What to compute attention of, where keys may be latent vectors. expand: make keys of heads
+    whatever the number of rows."""
+    original = original_of(type(module))
+    if original is None or key.shape[1] != 1 or module.num_heads == 1:
+        return Heads(query, key, value)
+    latent = value.shape[-1]
+    if expand or not _absorbs(module, query.shape[2], key.shape[2]):
+        return Heads(query, *original(module, key[..., :latent], key[..., latent:]))
+    weights = mla.split(module.kv_b_proj.weight, module.num_heads, module.qk_nope_head_dim)
+    q, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    return Heads(mla.absorbed(q, rotated, weights), key, value, weights)
+
+
+def _is_known(module: Any, kv_nope: Tensor) -> bool:
+    """True if the weights of the layer can be absorbed: it is a plain linear layer. Not in
+    training, which has as many rows as keys."""
+    layer = module.kv_b_proj
+    rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
+    return (
+        type(layer) is torch.nn.Linear
+        and layer.bias is None
+        and layer.weight.shape == (rows, kv_nope.shape[-1])
+        and layer.weight.dtype == kv_nope.dtype
+        and module.num_heads > 1
+        and not (torch.is_grad_enabled() and (kv_nope.requires_grad or layer.weight.requires_grad))
+        and not torch.is_autocast_enabled(kv_nope.device.type)
+    )
+
+
+def _absorbs(module: Any, rows: int, keys: int) -> bool:
+    """True if queries with absorbed weights take fewer multiplications of each head than keys."""
+    nope, rope = module.qk_nope_head_dim, module.qk_rope_head_dim
+    latent, value = module.kv_b_proj.weight.shape[1], module.v_head_dim
+    absorbed = rows * keys * (2 * latent + rope) + rows * latent * (nope + value)
+    expanded = rows * keys * (nope + rope + value) + keys * latent * (nope + value)
+    return absorbed < expanded
