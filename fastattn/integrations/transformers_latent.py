@@ -77,36 +77,37 @@ def heads(module: Any, query: Tensor, key: Tensor, value: Tensor, expand: bool) 
     """What to compute attention of, where keys may be latent vectors. expand: make keys of heads
     whatever the number of rows."""
     original = original_of(type(module))
-    if original is None or key.shape[1] != 1 or module.num_heads == 1:
+    if original is None or key.shape[1] != 1 or query.shape[1] == 1:
         return Heads(query, key, value)
     latent = value.shape[-1]
-    if expand or not _absorbs(module, query.shape[2], key.shape[2]):
+    if expand or not _absorbs(module, query.shape[2:], key.shape[2], latent):
         return Heads(query, *original(module, key[..., :latent], key[..., latent:]))
-    weights = mla.split(module.kv_b_proj.weight, module.num_heads, module.qk_nope_head_dim)
-    q, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-    return Heads(mla.absorbed(q, rotated, weights), key, value, weights)
+    nope = module.qk_nope_head_dim
+    weights = mla.split(module.kv_b_proj.weight, query.shape[1], nope)
+    queries = mla.absorbed(query[..., :nope], query[..., nope:], weights)
+    return Heads(queries, key, value, weights)
 
 
 def _is_known(module: Any, kv_nope: Tensor) -> bool:
-    """True if the weights of the layer can be absorbed: it is a plain linear layer. Not in
-    training, which has as many rows as keys."""
+    """True if the weights of the layer can be absorbed: it is a plain linear layer without hooks,
+    as those of offloading and of parallel layers are. Not in training, which has as many rows as
+    keys."""
     layer = module.kv_b_proj
-    rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
     return (
         type(layer) is torch.nn.Linear
         and layer.bias is None
-        and layer.weight.shape == (rows, kv_nope.shape[-1])
-        and layer.weight.dtype == kv_nope.dtype
-        and module.num_heads > 1
+        and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+        and (layer.weight.dtype, layer.weight.device) == (kv_nope.dtype, kv_nope.device)
+        and layer.weight.shape[0] > module.qk_nope_head_dim + module.v_head_dim  # several heads
         and not (torch.is_grad_enabled() and (kv_nope.requires_grad or layer.weight.requires_grad))
         and not torch.is_autocast_enabled(kv_nope.device.type)
     )
 
 
-def _absorbs(module: Any, rows: int, keys: int) -> bool:
-    """True if queries with absorbed weights take fewer multiplications of each head than keys."""
-    nope, rope = module.qk_nope_head_dim, module.qk_rope_head_dim
-    latent, value = module.kv_b_proj.weight.shape[1], module.v_head_dim
-    absorbed = rows * keys * (2 * latent + rope) + rows * latent * (nope + value)
-    expanded = rows * keys * (nope + rope + value) + keys * latent * (nope + value)
+def _absorbs(module: Any, query: torch.Size, keys: int, latent: int) -> bool:
+    """True if queries with absorbed weights take fewer multiplications of each head than keys.
+    query: its rows, and its numbers in a row."""
+    (rows, wide), nope, value = query, module.qk_nope_head_dim, module.v_head_dim
+    absorbed = rows * keys * (2 * latent + wide - nope) + rows * latent * (nope + value)
+    expanded = rows * keys * (wide + value) + keys * latent * (nope + value)
     return absorbed < expanded

@@ -143,6 +143,46 @@ def test_other_layers_than_linear_ones_are_called(rows):
     assert not rows
 
 
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+def test_layers_with_hooks_are_called(how, rows):
+    """As offloading and parallel layers have them."""
+    model, tokens = made("DeepseekV3"), ids(20)
+    for layer in model.model.layers:
+        own = layer.self_attn.kv_b_proj
+        if how == "hook":
+            own.register_forward_hook(lambda layer, given, out: 2 * out)
+        elif how == "pre-hook":
+            own.register_forward_pre_hook(lambda layer, given: (2 * given[0],))
+        else:
+            own.forward = lambda x, own=own: 2 * torch.nn.functional.linear(x, own.weight)
+    found = [logits(model, name, tokens, (1, 1)) for name in ("fastattn", "eager")]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+    assert not rows
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_any_number_of_heads(heads):
+    torch.manual_seed(0)
+    sizes = SIZES | LATENT | dict(num_attention_heads=heads, num_key_value_heads=heads)
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes)).eval()
+    model.set_attn_implementation("fastattn")
+    found = [logits(model, name, ids(20), (1, 1)) for name in ("fastattn", "eager")]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_compiled():
+    """A step of decoding, with a cache of a fixed size."""
+    model, tokens = made("DeepseekV3"), ids(20)
+    step = torch.compile(model, backend="eager")
+    found = []
+    for run in (model, step):
+        past = transformers.StaticCache(config=model.config, max_cache_len=32)
+        with torch.no_grad():
+            model(tokens[:, :-1], past_key_values=past, use_cache=True)
+            found.append(run(tokens[:, -1:], past_key_values=past, use_cache=True).logits)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
 def test_training_expands_keys(rows):
     model, tokens = made("DeepseekV3"), ids(20)
     grads = []
