@@ -5,6 +5,7 @@ python -m tests.support.import_graph [FOLDER]    print them, of fastattn or of t
 
 import ast
 import sys
+from functools import cached_property
 from pathlib import Path
 
 from tests.support.checkout import ROOT
@@ -51,6 +52,7 @@ class Graph:
                 return name
         return "__init__"
 
+    @cached_property
     def edges(self):
         """{module: the modules that it imports}."""
         return {name: self.imported(name, path) for name, path in self.modules.items()}
@@ -107,7 +109,7 @@ def layers(edges):
 
 
 def main(folder=ROOT / "fastattn"):
-    edges = Graph(Path(folder).resolve()).edges()
+    edges = Graph(Path(folder).resolve()).edges
     for what, graph in (("modules", edges), ("folders", between_folders(edges))):
         circles = cycles(graph)
         arrows = sum(map(len, graph.values()))
