@@ -94,6 +94,8 @@ def _add_measurements(add: Add) -> None:
     flex = add("flex", "score_mod and mask_mod: beside no function, a dense mask, compiled flex")
     flex.add_argument("--compiled", action="store_true", help="race torch's compiled function, too")
 
+    latent = add("latent", "latent attention (MLA): beside matrix products, keys of heads, torch")
+
     models = add("models", "whole models, fastattn beside sdpa: Llama, Mistral, ViT, an encoder")
     models.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
 
@@ -104,7 +106,7 @@ def _add_measurements(add: Add) -> None:
     distributed.add_argument("--simulate", action="store_true", help="only the simulation")
     distributed.add_argument("--plot", action="store_true", help="draw where each strategy wins")
 
-    rows, racing = (decode, few_rows), (serving, flex, models, derivatives, distributed)
+    rows, racing = (decode, few_rows), (serving, flex, latent, models, derivatives, distributed)
     for measuring in (sweep, *rows, mha, overhead, memory, targets, subnormals, *racing):
         measuring.add_argument("--save", action="store_true", help="save in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
@@ -118,7 +120,7 @@ def _add_measurements(add: Add) -> None:
         measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
     for measuring in (sweep, decode, memory, models, derivatives, distributed):
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
-    for measuring in (sweep, *rows, subnormals, serving, flex, models):
+    for measuring in (sweep, *rows, subnormals, serving, flex, latent, models):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
 
 

@@ -20,6 +20,7 @@ from .benchmarks import (
     decoding,
     functions,
     gpu_session,
+    latent_attention,
     launch_overhead,
     peak_memory,
     performance_targets,
@@ -195,6 +196,17 @@ def flex(options: Options) -> int:
     return _finish(result, options)
 
 
+def latent(options: Options) -> int:
+    """Rows are races, as in `serving`, on one thread."""
+    dtypes = options.dtypes or BOTH
+    with _result("latent", options, "cpu", tuple(dtypes)) as result:
+        for race in latent_attention.races(dtypes):
+            seconds = options.seconds or varlen.SECONDS
+            result["latent"].append(varlen.measure(race, seconds, threads=1))
+            print(varlen.line(result["latent"][-1]), flush=True)
+    return _finish(result, options)
+
+
 def models(options: Options) -> int:
     """Rows are races, as in `serving`, at each number of threads."""
     dtypes, lengths = options.dtypes or BOTH, options.lengths or whole_models.LENGTHS
@@ -354,7 +366,7 @@ def _compile(process: isolated_process.Process, cases: list[Case], passes: tuple
 
 def _finish(result: Result, options: Options) -> int:
     _print(console.summary(result))
-    races = ("serving", "flex", "models", "derivatives", "distributed")
+    races = ("serving", "flex", "latent", "models", "derivatives", "distributed")
     sections = ("cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
         # An incomplete run never replaces a committed file.

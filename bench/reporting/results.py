@@ -45,6 +45,7 @@ def start(
         "subnormals": [],
         "serving": [],
         "flex": [],
+        "latent": [],
         "models": [],
         "derivatives": [],
         "distributed": [],

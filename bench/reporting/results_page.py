@@ -204,6 +204,10 @@ def flex(results: Sequence[Result]) -> Iterator[str]:
     return _races(results, "flex")
 
 
+def latent(results: Sequence[Result]) -> Iterator[str]:
+    return _races(results, "latent")
+
+
 def models(results: Sequence[Result]) -> Iterator[str]:
     return _races(results, "models")
 
@@ -286,6 +290,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "subnormals": ("subnormals", subnormals),
     "serving": ("serving", serving),
     "flex": ("flex", flex),
+    "latent": ("latent", latent),
     "models": ("models", models),
     "derivatives": ("derivatives", derivatives),
     "distributed": ("distributed", distributed),

@@ -13,6 +13,7 @@ from bench.__main__ import main
 from bench.benchmarks import (
     decoding,
     functions,
+    latent_attention,
     rank_scaling,
     second_order,
     simulation,
@@ -152,6 +153,16 @@ def test_functions_are_held_against_none_and_a_dense_mask(tmp_path, monkeypatch)
     for row in rows:
         assert row["status"] == "ok", row
         assert row["ratio"]["q1"] <= row["ratio"]["median"] <= row["ratio"]["q3"]
+
+
+def test_latent_attention_is_held_against_products_and_keys_of_heads(tmp_path, monkeypatch):
+    real = latent_attention.races
+    monkeypatch.setattr(latent_attention, "races", lambda dtypes: real(dtypes, scale=1 / 32))
+    result = run(tmp_path, "latent", "--dtypes", "float32", "--seconds", "0.002")
+    assert len(result["latent"]) == len(latent_attention.HEADS) + 1 + 2
+    for row in result["latent"]:
+        assert row["status"] == "ok", row
+    assert len(list(results_page.latent([result]))) == 2 + len(result["latent"])
 
 
 def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
