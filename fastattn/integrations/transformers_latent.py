@@ -104,7 +104,7 @@ def _is_known(module: Any, kv_nope: Tensor) -> bool:
     )
 
 
-def _absorbs(module: Any, query: torch.Size, keys: int, latent: int) -> bool:
+def _absorbs(module: Any, query: tuple[int, ...], keys: int, latent: int) -> bool:
     """True if queries with absorbed weights take fewer multiplications of each head than keys.
     query: its rows, and its numbers in a row."""
     (rows, wide), nope, value = query, module.qk_nope_head_dim, module.v_head_dim
