@@ -16,7 +16,7 @@ from tests.semantics.test_storage import NAMES, kept
 from tests.support import cache_model, tangents
 from tests.support.cases import DTYPES, FEATURES, Dims, build
 
-HEAD_DIMS = range(1, 131)
+HEAD_DIMS = (*range(1, 131), 513, 576, 777, 1000)
 SCORES = [f for f in FEATURES if of_scores((f,)) and f.group not in ("queries", "place", "dout")]
 
 
