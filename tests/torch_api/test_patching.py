@@ -246,7 +246,7 @@ TORCH_S = {
     "meta": lambda: F.scaled_dot_product_attention(*(x.to("meta") for x in (Q, K, V))),
     "strided nested": lambda: F.scaled_dot_product_attention(*[strided()] * 3),
     "wide heads": lambda: F.scaled_dot_product_attention(
-        *(x.repeat(1, 1, 1, 65) for x in (Q, K, V))
+        *(x.repeat(1, 1, 1, 130) for x in (Q, K, V))
     ),
 }
 
