@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 
@@ -176,34 +177,31 @@ def subnormals(options: Options) -> int:
 
 
 def serving(options: Options) -> int:
-    races = varlen.races(options.dtypes or BOTH)
-    with _result("serving", options, "cpu", tuple(options.dtypes or BOTH)) as result:
-        for race in races:
-            seconds = options.seconds or varlen.SECONDS
-            result["serving"].append(varlen.measure(race, seconds))
-            print(varlen.line(result["serving"][-1]), flush=True)
-    return _finish(result, options)
+    return _of_races("serving", options, varlen.races)
 
 
 def flex(options: Options) -> int:
-    """Rows are races, as in `serving`, on one thread."""
-    dtypes = options.dtypes or BOTH
-    with _result("flex", options, "cpu", tuple(dtypes)) as result:
-        for race in functions.races(dtypes, compiled=options.compiled):
-            seconds = options.seconds or varlen.SECONDS
-            result["flex"].append(varlen.measure(race, seconds, threads=1))
-            print(varlen.line(result["flex"][-1]), flush=True)
-    return _finish(result, options)
+    races = functools.partial(functions.races, compiled=options.compiled)
+    return _of_races("flex", options, races, threads=1)
 
 
 def latent(options: Options) -> int:
-    """Rows are races, as in `serving`, on one thread."""
+    return _of_races("latent", options, latent_attention.races, threads=1)
+
+
+def _of_races(
+    kind: str,
+    options: Options,
+    races: Callable[[Sequence[str]], Iterable[varlen.Race]],
+    **threads: int,
+) -> int:
+    """A command that measures races. races: those of these dtypes."""
     dtypes = options.dtypes or BOTH
-    with _result("latent", options, "cpu", tuple(dtypes)) as result:
-        for race in latent_attention.races(dtypes):
+    with _result(kind, options, "cpu", tuple(dtypes)) as result:
+        for race in races(dtypes):
             seconds = options.seconds or varlen.SECONDS
-            result["latent"].append(varlen.measure(race, seconds, threads=1))
-            print(varlen.line(result["latent"][-1]), flush=True)
+            result[kind].append(varlen.measure(race, seconds, **threads))
+            print(varlen.line(result[kind][-1]), flush=True)
     return _finish(result, options)
 
 

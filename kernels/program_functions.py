@@ -174,19 +174,26 @@ def shift_amount(n):
 
 
 @triton.jit
+def in_range(index, count):
+    """The index itself, or another one that a tensor of `count` elements has."""
+    last = tl.cast(count - 1, index.dtype)
+    if INTERPRETED:
+        return tl.minimum(tl.maximum(index, 0), last)
+    # As unsigned numbers, those below 0 are the largest: one comparison is enough.
+    unsigned: tl.constexpr = tl.uint32 if index.dtype == tl.int32 else tl.uint64
+    return tl.minimum(index.to(unsigned), last.to(unsigned))
+
+
+@triton.jit
 def element(captured, count, index):
-    """An element of a flat captured tensor, float32 or int64. An index out of range becomes
-    another one.
+    """An element of a flat captured tensor, float32 or int64, at an index `in_range`.
 
     Not by `tl.load`: in a loop Triton would copy such elements to shared memory one by one, for
     each stage of its pipeline.
     """
-    last = tl.cast(count - 1, index.dtype)
+    at = captured + in_range(index, count)
     if INTERPRETED:
-        return tl.load(captured + tl.minimum(tl.maximum(index, 0), last))
-    # As unsigned numbers, those below 0 are the largest: one comparison is enough.
-    unsigned: tl.constexpr = tl.uint32 if index.dtype == tl.int32 else tl.uint64
-    at = captured + tl.minimum(index.to(unsigned), last.to(unsigned))
+        return tl.load(at)
     if captured.dtype.element_ty == tl.float32:
         return tl.inline_asm_elementwise(
             "ld.global.f32 $0, [$1];", "=f,l", [at.to(tl.int64)], tl.float32, True, 1
@@ -223,8 +230,7 @@ def add_to_sums(sums, count, index, term, SHIFT: tl.constexpr):
         term = tl.sum(term, 0, keep_dims=True)
     if index.shape[1] == 1:
         term = tl.sum(term, 1, keep_dims=True)
-    last = tl.cast(count - 1, index.dtype)
-    at = tl.minimum(tl.maximum(index, 0), last).to(tl.int64)
+    at = in_range(index, count).to(tl.int64)
     bits = term.to(tl.int32, bitcast=True)
     exponent, fraction = (bits >> 23) & 255, bits & 0x7FFFFF
     # Subnormal numbers have the exponent 0, the unit of the exponent 1, and no leading bit.

@@ -115,17 +115,18 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> Non
 
 def _refusing(original: Callable) -> Callable:
     """Wrap transformers' check of an implementation, which runs when a model is made or its
-    implementation is set: raise ValueError if "fastattn" cannot run the model."""
+    implementation is set: raise ValueError if "fastattn" cannot run the model, and let its layers
+    with latent attention keep latent vectors."""
 
     @functools.wraps(original)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        if requested_attention == NAME and (why := _why_not(type(self))):
-            raise ValueError(
-                f"attn_implementation: got {NAME!r} for {type(self).__name__}, expected a model "
-                f"whose attention goes through transformers' AttentionInterface: {why}; leave it "
-                "at 'eager' or 'sdpa'"
-            )
         if requested_attention == NAME:
+            if why := _why_not(type(self)):
+                raise ValueError(
+                    f"attn_implementation: got {NAME!r} for {type(self).__name__}, expected a "
+                    "model whose attention goes through transformers' AttentionInterface: "
+                    f"{why}; leave it at 'eager' or 'sdpa'"
+                )
             for layer in transformers_latent.layers(type(self)):
                 if transformers_latent.original_of(layer) is None:
                     _wrap(layer, "expand_kv", transformers_latent.keeping_latent(NAME))

@@ -67,7 +67,6 @@ def attend(
     given |= arguments
     if offsets is not None:
         out: Any = _packed(query, key, value, offsets, given).transpose(1, 2)
-        wants_weights = False
     else:
         out = attention(query, key, value, **given)
     if weights is not None:

@@ -35,6 +35,7 @@ class Heads(NamedTuple):
     weights: mla.Weights | None = None
 
 
+@functools.cache
 def layers(kind: type) -> list[type]:
     """The attention classes beside a model that have an `expand_kv` of the known form."""
     found = []

@@ -17,10 +17,18 @@ triton = pytest.importorskip("triton")
 import fastattn.kernels as kernels  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from tests.triton.test_triton_functions import (  # noqa: E402
+    DOCUMENTS,
+    LENGTHS,
+    B,
+    H,
+    M,
+    N,
+    close,
+    tensors,
+)
+
 G = torch.Generator().manual_seed(5)
-B, H, M, N, D = 2, 2, 37, 45, 16
-DOCUMENTS = torch.arange(64) // 13
-LENGTHS = torch.tensor([29, 41])
 
 # What is added to scores, and the shape of x, the captured tensor.
 INDICES = {
@@ -47,12 +55,6 @@ BESIDE = {
 }
 
 
-def tensors(dtype=torch.float32, M=M, N=N):
-    draw = torch.Generator().manual_seed(0)
-    shapes = (B, H, M, D), (B, 1, N, D), (B, 1, N, D)
-    return [torch.randn(*x, generator=draw).to(dtype).requires_grad_() for x in shapes]
-
-
 def captured(name):
     draw = torch.Generator().manual_seed(3)
     return torch.randn(INDICES[name][0], generator=draw).requires_grad_()
@@ -63,14 +65,9 @@ def function(name, x):
     return lambda s, b, h, i, j: s + term(x, b, h, i, j) * (1 + 0.1 * torch.tanh(s))
 
 
-def close(found, expected, bound=3e-5):
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=bound * float(1 + y.detach().abs().max()))
-
-
 def gradients(name, backend, dtype=torch.float32, **given):
     """The output, and the gradients of x, q, k and v."""
-    x, leaves = captured(name), tensors(dtype)
+    x, leaves = captured(name), tensors(dtype=dtype)
     out = fastattn.attention(*leaves, score_mod=function(name, x), backend=backend, **given)
     return [out, *torch.autograd.grad(out.float().square().sum(), [x, *leaves])]
 
