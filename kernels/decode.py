@@ -8,7 +8,16 @@ import triton.language as tl
 from .forward import attend
 from .score import SIZES, Blocks, call_of, extent, item_of, key_range, rows_of
 from .softmax import LOWEST, add_sink, finish, rescale, store_normaliser
-from .tile import Start, head_of, row_index, store
+from .tile import Start, head_of, past, row_index, store
+
+
+@triton.jit
+def gather(x, at, h, i, real, D: tl.constexpr, BD: tl.constexpr):
+    """Row i of head h at a Start for each i and h, as (BM, BD): 0 where not `real`."""
+    d = tl.arange(0, BD)
+    of_row = head_of(x, at, h) + i.to(tl.int64) * x.sm
+    from_x = of_row[:, None] + d.to(tl.int64)[None, :] * x.sd
+    return tl.load(from_x, mask=real[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -46,10 +55,10 @@ def split_kernel(
     item = item_of(b, call, extras, F)
     rows = rows_of(i[:, None], h[:, None], item, call, extras, F)
 
-    d = tl.arange(0, T.BD)
-    from_row = head_of(q, item.q, h) + i.to(tl.int64) * q.sm
-    from_q = from_row[:, None] + d.to(tl.int64)[None, :] * q.sd
-    tile_q = tl.load(from_q, mask=real[:, None] & (d < T.D)[None, :], other=0.0)
+    FIRST: tl.constexpr = T.BD if T.BX else T.D
+    tile_q = (gather(q, item.q, h, i, real, FIRST, T.BD), 0)
+    if T.BX:
+        tile_q = (tile_q[0], gather(past(q, T.BD), item.q, h, i, real, T.D - T.BD, T.BX))
 
     every = key_range(0, M, item, call, T.BN)
     share = tl.cdiv(tl.cdiv(every.last - every.first, T.BN), splits) * T.BN

@@ -29,6 +29,7 @@ from .tile import (
     load_scales,
     look_up,
     narrow,
+    past,
     row_index,
     scales_from,
     source,
@@ -36,6 +37,28 @@ from .tile import (
     take,
     widened,
 )
+
+
+@triton.jit
+def products(
+    tile_q, k, k_from, by, j0, length, found, F: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr
+):
+    """q.k of a tile of rows and a tile of keys, (BM,BN), and the first BD columns of the keys.
+
+    Columns past BD are a second product: 576 are 512 and 64, not 1024.
+    """
+    FIRST: tl.constexpr = T.BD if T.BX else T.D
+    tile_k = load_keys(k, k_from[0], j0, length, found, F, FIRST, T.BN, T.BD, MASKED)
+    if F.kept != "":
+        tile_k = widened(tile_k, by, tile_q[0].dtype, F.kept)
+    qk = by_rows(tile_q[0], tile_k, F)
+    if T.BX:
+        rest: tl.constexpr = T.D - T.BD
+        more = load_keys(past(k, T.BD), k_from[1], j0, length, found, F, rest, T.BN, T.BX, MASKED)
+        if F.kept != "":
+            more = widened(more, by, tile_q[0].dtype, F.kept)
+        qk = dot(tile_q[1], tl.trans(more), qk, F)
+    return qk, tile_k
 
 
 @triton.jit
@@ -55,30 +78,40 @@ def accumulate(
         j0 = block_at(x, blocks, T.BN, F, PART)
         keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
         found = look_up(j0, item.b, item.length, extras.pages, F, T.BN, MASKED)
-        tile_k = load_keys(k, k_from, j0, item.length, found, F, T.D, T.BN, T.BD, MASKED)
+        by = 0
         if F.kept != "":
             by = load_scales(extras.k_scale, k_by, j0, item.length, found, F, T.BN)
-            tile_k = widened(tile_k, by, tile_q.dtype, F.kept)
-        s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, PART)
+        qk, tile_k = products(tile_q, k, k_from, by, j0, item.length, found, F, T, MASKED)
+        s, _ = score(qk, rows, keys, call, extras, F, PART)
         if MASKED:
             s = tl.where(visible(rows, keys, item, call, F), s, float("-inf"))
         p, m, l, alpha = update(s, m, l, call, F)
         if F.dropout:
             keep = kept(rows.i, draw, j0, call, extras, F, T.BM, T.BN)
             p = tl.where(keep, p, 0.0)
-        tile_v = load_keys(v, v_from, j0, item.length, found, F, T.DV, T.BN, T.BDV, MASKED)
+        if F.latent:
+            tile_v = tile_k
+        else:
+            tile_v = load_keys(v, v_from, j0, item.length, found, F, T.DV, T.BN, T.BDV, MASKED)
         if F.kept != "":
             by = load_scales(extras.v_scale, v_by, j0, item.length, found, F, T.BN)
-            tile_v = widened(tile_v, by, tile_q.dtype, F.kept)
+            tile_v = widened(tile_v, by, tile_q[0].dtype, F.kept)
         acc = dot(narrow(p, tile_v.dtype), tile_v, acc * alpha[:, None], F)
     return acc, m, l
 
 
 @triton.jit
 def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, T: tl.constexpr):
-    """acc, m and l of a tile of rows over `blocks`: from `key_range`, or a block mask's entry."""
+    """acc, m and l of a tile of rows over `blocks`: from `key_range`, or a block mask's entry.
+
+    tile_q: the first BD columns of the rows, and those past them, or 0.
+    """
+    FIRST: tl.constexpr = T.BD if T.BX else T.D
+    more = 0
+    if T.BX:
+        more = source(past(k, T.BD), item.k, hk, item.length, T.D - T.BD, T.BN, T.BX, F.tma)
     sources = (
-        source(k, item.k, hk, item.length, T.D, T.BN, T.BD, F.tma),
+        (source(k, item.k, hk, item.length, FIRST, T.BN, T.BD, F.tma), more),
         source(v, item.k, hk, item.length, T.DV, T.BN, T.BDV, F.tma),
         scales_from(extras.k_scale, item.k, hk, F),
         scales_from(extras.v_scale, item.k, hk, F),
@@ -110,7 +143,11 @@ def forward_kernel(
         return
     i = i0 + tl.arange(0, T.BM)
     rows = rows_of(i[:, None], h, item, call, extras, F)
-    tile_q = take(q, item.q, h, i0, item.M, T.D, T.BM, T.BD, F.tma)
+    FIRST: tl.constexpr = T.BD if T.BX else T.D
+    tile_q = (take(q, item.q, h, i0, item.M, FIRST, T.BM, T.BD, F.tma), 0)
+    if T.BX:
+        more = take(past(q, T.BD), item.q, h, i0, item.M, T.D - T.BD, T.BM, T.BX, F.tma)
+        tile_q = (tile_q[0], more)
     blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
     if F.in_order:
         blocks = in_order(blocks)

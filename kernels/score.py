@@ -52,6 +52,7 @@ class Flags(NamedTuple):
     precision: str = "ieee"  # of float32 products; or "tf32"
     tma: bool = False  # q, k, v and dout are read through tensor descriptors
     kept: str = ""  # 8-bit format of keys and values: "int8", "e4m3fn" or "e5m2"
+    latent: bool = False  # v is the first BDV columns of k
     in_order: bool = False  # keys in memory order, independent of the rows that share a tile
     # Functions made of the call's programs (program_source.py), or None. A score_mod contains the
     # softcap that follows it.
@@ -71,6 +72,7 @@ class Tile(NamedTuple):
     DV: int
     BD: int  # powers of two, 16 at least
     BDV: int
+    BX: int = 0  # where q.k takes two products: columns of the second, past BD
 
 
 # The integers of a call. Triton compiles kernels for special values of integers (1, multiples of

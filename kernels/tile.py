@@ -93,6 +93,12 @@ def head_of(x, at, h):
 
 
 @triton.jit
+def past(x, columns: tl.constexpr):
+    """The Operand of what lies past the first columns."""
+    return Operand(x.ptr + tl.full([], columns, tl.int64) * x.sd, x.sb, x.sh, x.sm, x.sd)
+
+
+@triton.jit
 def source(x, at, h, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
     """The source for `load` of the first `rows` rows of a head: a pointer or a descriptor.
 

@@ -179,6 +179,7 @@ PARTS = (
     _tested("gpu/test_gpu_pairs", 900),
     _tested("gpu/test_gpu_tangents", 600),
     _tested("gpu/test_gpu_functions", 600),
+    _tested("gpu/test_gpu_wide", 600),
     Part(
         "ledger",
         900,

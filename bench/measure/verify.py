@@ -9,6 +9,7 @@ are judged together, for the same reason.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -16,16 +17,19 @@ from torch import Tensor
 
 from fastattn import reference
 
-from ..cases import FORWARD, Case, Inputs
+from ..cases import FORWARD, TRAINING, Case, Inputs
 from ..masks import SEED
-from ..peers.registry import Call, Peer
+from ..peers.registry import BASELINE, PEERS, Call, Peer
 from . import isolated_process
 
 # dtype -> (whole tensor, worst row): bounds on |x - oracle| / |oracle| in the 2-norm. A row is
 # judged against the larger of its own norm and the tensor's mean row norm, because the gradients
 # of early causal rows cancel to nearly nothing. torch's own kernels measure about (6e-7, 2e-6),
-# (4e-3, 1e-2) and (5e-4, 1e-3): a kernel 1% off fails, and rounding does not.
+# (4e-3, 1e-2) and (5e-4, 1e-3): a kernel 1% off fails, and rounding does not. The first rows of a
+# long causal call cancel the most, and rows are smaller the more keys they see: there a row may be
+# as wrong as torch's own worst one, and half as much again, up to a multiple of its bound.
 BOUNDS = {"float32": (5e-6, 2e-5), "bfloat16": (7e-3, 4e-2), "float16": (1e-3, 6e-3)}
+LIKE_TORCH, MOST_BOUNDS = 1.5, 3.0
 ORACLE_FLOPS = {"cpu": 6e9, "cuda": 4e12}
 BLOCK_ELEMENTS = 1 << 21  # of a block of scores, over all the heads judged
 
@@ -109,16 +113,30 @@ class Oracle:
             p = torch.where(keep_mask, p, 0.0) / (1 - rule.dropout_p)
         return p @ v
 
+    @functools.cached_property
+    def worst_rows_of_torch(self) -> dict[str, float]:
+        """By tensor, the error of the worst row of torch's own function; {} if it has no result."""
+        case = self.case
+        what = TRAINING if len(self.expected) > 1 else FORWARD
+        try:
+            actual = compute(PEERS[BASELINE].prepare(case), case, self.inputs, what)
+        except Exception:  # out of memory, or no such call
+            return {}
+        return {x: relative_errors(self.select(y), self.expected[x])[1] for x, y in actual.items()}
+
     def judge(self, actual: dict[str, Tensor]) -> Verdict:
         """Compare what `compute` returned for this case."""
         errors = {}
         tensor_bound, row_bound = bounds(self.case)
         for name, x in actual.items():
             errors[name], worst = relative_errors(self.select(x), self.expected[name])
-            if not (errors[name] <= tensor_bound and worst <= row_bound):
+            allowed = row_bound
+            if allowed < worst <= MOST_BOUNDS * allowed and not self.case.rule.dropout_p:
+                allowed = max(allowed, LIKE_TORCH * self.worst_rows_of_torch.get(name, 0.0))
+            if not (errors[name] <= tensor_bound and worst <= allowed):
                 return Verdict(
                     f"{name} is off by {errors[name]:.1e} (at most {tensor_bound:.0e}),"
-                    f" its worst row by {worst:.1e} (at most {row_bound:.0e})",
+                    f" its worst row by {worst:.1e} (at most {allowed:.0e})",
                     errors,
                 )
         return Verdict("", errors)

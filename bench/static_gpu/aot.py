@@ -42,6 +42,7 @@ RESULTS = HERE.parent / "results"
 ARCHS = (80, 90, 100, 120)
 DTYPES = ("bfloat16", "float32")  # float16 shares bfloat16's tiles and instructions
 HEAD_DIMS = (64, 128, 256)
+LATENT = 576  # with values of 512
 
 # Most bytes of shared memory that a block may opt in to (CUDA programming guide, table of technical
 # specifications per compute capability), and columns of tensor memory.
@@ -178,6 +179,10 @@ VARIANTS = {
     ),
     # Rows that no tensor descriptor can read: their size is not a multiple of 16 bytes.
     "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
+    # Latent vectors of DeepSeek's sizes, the only head dim of this variant: v is a view of k.
+    "latent": Variant(
+        lambda *sizes: dict(causal="top_left", Hk=1, values=512), ("forward", "split")
+    ),
     "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, tf32=True), PAIR),
     "tangents": Variant(lambda *sizes: dict(causal="top_left", Hk=2), MOVED, True),
     "tangents-all": Variant(everything, (*MOVED, "dmask_t"), True),
@@ -198,7 +203,10 @@ def cases(
     dtypes: Iterable[str] = DTYPES,
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[KernelCase]:
-    for case in map(KernelCase._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
+    dims = (*HEAD_DIMS, LATENT)
+    for case in map(KernelCase._make, itertools.product(archs, dtypes, dims, variants)):
+        if (case.variant == "latent") != (case.head_dim == LATENT):
+            continue
         absent = SIXTEEN_BITS if case.dtype == "float32" else ("tf32",)
         if case.variant not in absent and not (ALL_VARIANTS[case.variant].tangents and rare(case)):
             yield case
@@ -234,8 +242,10 @@ def call(case: KernelCase) -> None:
         keys = B * N // page, Hk, page, D
         extras |= dict(block_table=meta(B, N // page, dtype=torch.int32), cu_k=None)
         extras |= dict(key_lengths=meta(B, dtype=torch.int64))
+    values = o.pop("values", None)
     options = spec.Options(**o)
-    k, v = meta(*keys), meta(*keys)
+    k = meta(*keys)
+    v = k[..., :values] if values else meta(*keys)
     attention = spec.Tensors(meta(items, H, rows, D), k, v, **extras)
     normaliser = meta(2, items, H, rows, dtype=torch.float32)
     weights = attention._replace(v=None, normaliser=normaliser)
@@ -256,13 +266,13 @@ def call(case: KernelCase) -> None:
             q, lse = attention.q, normaliser[0]
             backend.second(s, attention, moved, outs, q, lse, q, lse, needs_grad)
             return
-        if not page:  # pages have no gradient
+        if not page and not values:  # pages have no gradient, nor has Triton past 256
             given = s, attention, *out, attention.q, normaliser[0]
             backend.backward(*given, needs_grad)
             if "captured_floats" in extras:
                 backend.backward(*given, ["q", "captured_floats"])
         backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
-        if packed:  # packed calls have no weights
+        if packed or values:  # packed calls have no weights
             return
         for average in (False, True):
             s = describe(weights, options._replace(average_heads=average))

@@ -46,17 +46,23 @@ class Support:
     max_head_dim: int | None  # for D and Dv; None = any
     features: Feature
     max_length: int | None = None  # for M and N, and for T and S of packed batches; None = any
+    forward_head_dims: tuple[int, int] | None = None  # D and Dv of calls that are forward alone
+
+    def head_dims(self, spec: AttentionSpec) -> tuple[int | None, int | None]:
+        """The largest D and Dv for the passes that a call needs; None = any."""
+        more = spec.features & (Feature.GRAD | Feature.WEIGHTS | Feature.TANGENTS)
+        return (not more and self.forward_head_dims) or (self.max_head_dim, self.max_head_dim)
 
     def why_not(self, spec: AttentionSpec) -> list[str]:
         """The reasons to decline `spec`; empty if the backend can run it."""
-        devices, limit, longest = self.devices, self.max_head_dim, self.max_length
+        devices, longest, (d, dv) = self.devices, self.max_length, self.head_dims(spec)
         rows, keys = max(spec.rows, spec.T), max(spec.keys, spec.S, spec.P * spec.page)
         missing = _names(spec.features.value & ~self.features.value)
         rules = [
             (devices is None or spec.device in devices, f"no kernel for device {spec.device!r}"),
             (spec.dtype in self.dtypes, f"no kernel for {spec.dtype}"),
-            (limit is None or spec.D <= limit, f"head dim {spec.D} is over {limit}"),
-            (limit is None or spec.Dv <= limit, f"value head dim {spec.Dv} is over {limit}"),
+            (d is None or spec.D <= d, f"head dim {spec.D} is over {d}"),
+            (dv is None or spec.Dv <= dv, f"value head dim {spec.Dv} is over {dv}"),
             (longest is None or rows <= longest, f"{rows} queries are over {longest}"),
             (longest is None or keys <= longest, f"{keys} keys are over {longest}"),
             (not missing, f"does not support {', '.join(missing)}"),

@@ -24,21 +24,6 @@ class KernelClasses(Protocol):
         ...
 
 
-class Figures(NamedTuple):
-    """What the main loops of some kernels take together for 64 x 64 scores, by the ledger."""
-
-    instructions: int
-    bound: int  # cycles of the busiest unit of a multiprocessor
-
-
-class Evidence(NamedTuple):
-    """Kernels in bench/results/ledger-sm_*.txt that run the passes of a rule, for calls of the same
-    head dims and features. They are named as in "forward D96 plain"."""
-
-    of_backend: dict[str, Figures]
-    of_other: dict[str, Figures]  # of `instead_of`, which may pad head dims to others
-
-
 class Rule(NamedTuple):
     """Calls for which `backend` comes before `instead_of` on GPUs of one architecture: they have
     all of these properties, and the kernels of class `kernels` run each of their passes."""
@@ -51,7 +36,7 @@ class Rule(NamedTuple):
     backend: str
     kernels: str
     instead_of: str
-    evidence: tuple[Evidence, ...]
+    evidence: tuple[str, ...]  # files of bench/results that timed both backends on such calls
 
     def admits(self, spec: AttentionSpec, architecture: int) -> bool:
         least, most = self.head_dims
@@ -65,7 +50,8 @@ class Rule(NamedTuple):
 
     def calls(self) -> str:
         least, most = self.head_dims
-        return f"{' and '.join(self.passes)} with D {least} to {most}"
+        unless = "" if self.features & Feature.BAND else " if nothing is causal or windowed"
+        return f"{' and '.join(self.passes)} with D {least} to {most}{unless}"
 
     def __str__(self) -> str:
         features = ", ".join(str(x.name).lower() for x in Feature if x & self.features)
@@ -77,64 +63,22 @@ class Rule(NamedTuple):
         )
 
 
-# A rule needs a measurement, or until there is one a bound that is lower by this factor.
-MARGIN = 1.1
 _HALF = frozenset({torch.bfloat16, torch.float16})
 # What the loops of plain kernels compute, as they have no code for anything else.
 _PLAIN = Feature.BAND | Feature.LENGTHS | Feature.SINKS | Feature.GQA | Feature.PACKED
+_H100 = ("nvidia-h100-80gb-hbm3.json", "nvidia-h100-80gb-hbm3-head-dims.json")
 
 
-def _on_hopper(
-    passes: tuple[str, ...],
-    head_dims: tuple[int, int],
-    features: Feature,
-    *evidence: tuple[dict[str, Figures], dict[str, Figures]],
-) -> Rule:
-    pairs = tuple(Evidence(*x) for x in evidence)
-    return Rule(90, passes, head_dims, features, _HALF, "cuda", "sm_90", "triton", pairs)
+def _on_hopper(passes: tuple[str, ...], head_dims: tuple[int, int], features: Feature) -> Rule:
+    return Rule(90, passes, head_dims, features, _HALF, "cuda", "sm_90", "triton", _H100)
 
 
-# Triton's kernels pad head dims to powers of two.
+# Measured on an H100: at D 128, Triton is faster backward where a band hides keys of long
+# sequences, and at D 256 it is faster forward.
 RULES: list[Rule] = [
-    _on_hopper(
-        ("forward", "backward"),
-        (33, 128),
-        _PLAIN,
-        (
-            {"forward D64 plain": Figures(767, 261), "dqkv D64 plain": Figures(1196, 768)},
-            {
-                "forward D64 plain": Figures(954, 264),
-                "dq D64 plain": Figures(1014, 384),
-                "dkv D64 plain": Figures(1616, 652),
-            },
-        ),
-        (
-            {"forward D128 plain": Figures(851, 512), "dqkv D128 plain": Figures(1587, 1331)},
-            {
-                "forward D128 plain": Figures(1048, 512),
-                "dq D128 plain": Figures(1420, 768),
-                "dkv D128 plain": Figures(1752, 1100),
-            },
-        ),
-    ),
-    _on_hopper(
-        ("forward",),
-        (65, 96),
-        _PLAIN,
-        (
-            {"forward D96 plain": Figures(834, 384)},
-            {"forward D128 plain": Figures(1048, 512)},
-        ),
-    ),
-    _on_hopper(
-        ("forward",),
-        (129, 192),
-        _PLAIN,
-        (
-            {"forward D192 plain": Figures(1095, 768)},
-            {"forward D256 plain": Figures(1876, 1056)},
-        ),
-    ),
+    _on_hopper(("forward", "backward"), (33, 64), _PLAIN),
+    _on_hopper(("forward", "backward"), (65, 128), _PLAIN & ~Feature.BAND),
+    _on_hopper(("forward",), (33, 192), _PLAIN),
 ]
 
 

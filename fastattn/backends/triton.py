@@ -25,7 +25,8 @@ class Triton:
     support: Support = Support(
         devices=frozenset({"cpu" if interpreted() else "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        max_head_dim=tile_configs.BUCKETS[-1],
+        max_head_dim=tile_configs.MOST,
+        forward_head_dims=tile_configs.MOST_FORWARD,
         max_length=gpu.MAX_LENGTH,
         features=COMMON_FEATURES
         | Feature.INVARIANT

@@ -176,7 +176,7 @@ def support_table() -> str:
         ["dtypes", *(_listed(str(x)[6:] for x in s.dtypes) for s in declared)],
         [
             "D and Dv up to",
-            *("any" if s.max_head_dim is None else str(s.max_head_dim) for s in declared),
+            *map(_head_dims, declared),
         ],
         *(
             [what, *("yes" if f & s.features else "no" for s in declared)]
@@ -184,6 +184,14 @@ def support_table() -> str:
         ),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _head_dims(support: base.Support) -> str:
+    """The largest D and Dv of every pass, and of forward alone."""
+    text = "any" if support.max_head_dim is None else str(support.max_head_dim)
+    if support.forward_head_dims is not None:
+        text += "; forward alone {}, {}".format(*support.forward_head_dims)
+    return text
 
 
 def _order(at: int, name: str) -> str:

@@ -119,6 +119,30 @@ def test_every_available_peer_passes_or_has_a_reason(mask, sizes):
                 assert found["reason"] == "" or found["reason"].startswith(("declined", "raised"))
 
 
+def test_a_row_may_be_as_wrong_as_torchs_own():
+    """Up to three times its bound, and only where torch's worst row is two thirds as wrong."""
+    oracle = Oracle(case("causal", "bfloat16"), gradients=True)
+    dq = oracle.expected["dq"]
+    scale = dq.norm(dim=-1).square().mean().sqrt()
+
+    def judged(error, torchs):
+        oracle.worst_rows_of_torch = {"dq": torchs}
+        wrong = dq.clone()
+        wrong[0, 0, 0, 0] += error * max(scale, dq[0, 0, 0].norm())
+        return oracle.judge({"dq": wrong.flatten(0, 1)[None]}).reason
+
+    assert "worst row by 5.0e-02 (at most 4e-02)" in judged(0.05, 0.0)
+    assert "(at most 5e-02)" in judged(0.055, 0.032)
+    assert judged(0.05, 0.04) == "" and judged(0.039, 0.0) == ""
+    assert "worst row by 1.3e-01 (at most 4e-02)" in judged(0.13, 1.0)
+
+
+def test_torchs_worst_rows_are_of_the_same_call():
+    oracle = Oracle(case("causal", "bfloat16"), gradients=True)
+    found = oracle.worst_rows_of_torch
+    assert found.keys() == oracle.expected.keys() and all(0 < x < 0.04 for x in found.values())
+
+
 def test_a_wrong_gradient_fails_the_training_passes_alone(monkeypatch, timed):
     monkeypatch.setattr(fastattn, "attention", wrong_gradient)
     for record in cells(case("full")):

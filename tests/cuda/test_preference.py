@@ -2,18 +2,18 @@
 what explain and the report say of them. The library has no kernels (kernel_classes.py)."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
+from bench.reporting import results
 from fastattn import __main__
 from fastattn.backends import base, cuda, gpu, preference, sm90_check, triton
 from fastattn.backends.native import libraries
 from fastattn.backends.native.imagined import imagined
-from fastattn.backends.preference import RULES, Evidence, Figures, Rule
+from fastattn.backends.preference import RULES, Rule
 from fastattn.call.spec import AttentionSpec, Feature
 from fastattn.dispatch import operation
 from fastattn.inspection import explain_call
@@ -25,10 +25,6 @@ pytestmark = needs_emulator
 RESULTS = ROOT / "bench" / "results"
 HOPPER, AMPERE = (torch.device("cuda", at) for at in (0, 1))
 CHIPS = {HOPPER: 90, AMPERE: 80}
-# Of D64, by the kernels of Triton, then by those of sm_80: the former have the lower bound.
-TRITON = {"forward D64 plain": Figures(954, 264), "dq D64 plain": Figures(1014, 384)}
-TRITON |= {"dkv D64 plain": Figures(1616, 652)}
-SM80 = {"forward D64 plain": Figures(1316, 336), "dqkv D64 plain": Figures(2600, 1648)}
 RULE = Rule(
     architecture=90,
     passes=("forward", "backward"),
@@ -38,7 +34,7 @@ RULE = Rule(
     backend="cuda",
     kernels="sm_90",
     instead_of="triton",
-    evidence=(Evidence(TRITON, SM80),),
+    evidence=("nvidia-h100-80gb-hbm3.json",),
 )
 SIZES = dict(B=1, H=2, Hk=2, M=300, N=300, D=64, Dv=64, scale=1.0, dtype=torch.bfloat16)
 CALL = AttentionSpec(**SIZES, device="cuda", needs_grad=True)
@@ -184,14 +180,17 @@ def test_a_plan_is_of_the_device_of_its_tensors(monkeypatch):
     "training, D, Dv, features, name",
     [
         (True, 64, 64, {}, "cuda"),
-        (True, 128, 128, dict(right=0), "cuda"),
+        (True, 64, 64, dict(right=0), "cuda"),
+        (True, 128, 128, {}, "cuda"),
+        (True, 128, 128, dict(right=0), "triton"),
         (True, 80, 64, {}, "cuda"),
         (True, 32, 32, {}, "triton"),
         (True, 136, 64, {}, "triton"),
         (True, 64, 64, dict(softcap=1.0), "triton"),
-        (False, 64, 64, {}, "triton"),
+        (False, 32, 32, {}, "triton"),
+        (False, 64, 64, {}, "cuda"),
         (False, 96, 96, {}, "cuda"),
-        (False, 128, 128, {}, "triton"),
+        (False, 128, 128, dict(right=0), "cuda"),
         (False, 192, 128, {}, "cuda"),
         (False, 256, 256, {}, "triton"),
         (False, 96, 96, dict(dropout_p=0.5), "triton"),
@@ -208,46 +207,47 @@ def test_the_rules_that_are(training, D, Dv, features, name, device, monkeypatch
 # ------------------------------------------------------------------------------- their evidence
 
 
-SM80_IN_LEDGER = "cuda_sm80"  # the name of these kernels; those of sm_90 are "cuda"
+def cells_of(rule, files):
+    """The cells of result files that a rule decides, with the times of both backends: (cell, how
+    much faster the rule's backend is)."""
+    least, most = rule.head_dims
+    for cell in (x for name in files for x in results.read(RESULTS / name)["cells"]):
+        banded = Feature.BAND if cell["mask"] == "causal" else Feature.NONE
+        alike = cell["mask"] in ("full", "causal") and not banded & ~rule.features
+        decided = least <= cell["D"] <= most and cell["pass"] in rule.passes
+        for timing in cell["timings"] if alike and decided else ():
+            ours, theirs = (
+                timing["peers"][f"fastattn-{x}"]["median_ms"]
+                for x in (rule.backend, rule.instead_of)
+            )
+            yield cell, theirs / ours
 
 
-def complaints(rule, named="cuda"):
-    """What is wrong with the evidence of a rule: there is none, figures are not those of the
-    ledger, or its bound is not lower by a tenth. named: the backend's kernels in the ledger."""
-    text = (RESULTS / f"ledger-sm_{rule.architecture}.txt").read_text()
-    found = [] if rule.evidence else ["no evidence"]
-    for evidence in rule.evidence:
-        for who, kernels in zip((named, rule.instead_of), evidence, strict=True):
-            for name, figures in kernels.items():
-                row = re.search(
-                    rf"^{who} {name} .* w\d+ s\d+ +(\d+) .* [a-z]\w+ +(\d+) +\d+%", text, re.M
-                )
-                if not row or figures != tuple(map(int, row.groups())):
-                    found.append(f"{name}: the ledger has no {figures} of {who}")
-        ours, theirs = (sum(x.bound for x in kernels.values()) for kernels in evidence)
-        if theirs < preference.MARGIN * ours:
-            found.append(f"the bound is {ours} instead of {theirs}")
-    return found
+def complaints(rule):
+    """What is wrong with the evidence of a rule: a pass that nothing timed, or a cell in which the
+    other backend was faster."""
+    found = list(cells_of(rule, rule.evidence))
+    wrong = [f"{x} was not timed" for x in rule.passes if x not in {c["pass"] for c, _ in found}]
+    for cell, faster in found:
+        if faster < 1:
+            about = [cell["pass"], f"D{cell['D']}", f"N{cell['N']}", cell["mask"]]
+            wrong.append(f"{' '.join(about)}: {faster:.2f} times as fast as {rule.instead_of}")
+    return wrong
 
 
-def test_rules_have_their_evidence_in_the_ledger():
+def test_rules_were_measured():
     assert not [(rule, x) for rule in RULES for x in complaints(rule)]
 
 
-def test_wrong_evidence_is_noticed():
-    rule = RULE._replace(backend="triton", instead_of=SM80_IN_LEDGER)
-    assert complaints(rule, named="triton") == []
-    other = SM80 | {"forward D64 plain": Figures(1317, 336)}
-    faults = {
-        "no evidence": (),
-        "the ledger has no Figures(instructions=1317": (Evidence(TRITON, other),),
-        "the bound is 1300 instead of 336": (
-            Evidence(TRITON, {"forward D64 plain": Figures(1316, 336)}),
-        ),
-        "the ledger has no": (Evidence({"forward D65 plain": Figures(1, 1)}, SM80),),
-    }
-    for text, evidence in faults.items():
-        assert text in str(complaints(rule._replace(evidence=evidence), "triton"))
+def test_a_rule_against_its_evidence_is_noticed():
+    (rule,) = (x for x in RULES if x.passes == ("forward",))
+    assert "forward D256 N8192 causal: 0.90" in str(complaints(rule._replace(head_dims=(33, 256))))
+    swapped = rule._replace(backend="triton", instead_of="cuda")
+    assert len(complaints(swapped)) == len(list(cells_of(rule, rule.evidence))) > 8
+    assert complaints(rule._replace(evidence=())) == ["forward was not timed"]
+    (training,) = (x for x in RULES if x.head_dims == (65, 128))
+    banded = training._replace(features=training.features | Feature.BAND)
+    assert "backward D128 N8192 causal: 0.7" in str(complaints(banded))
 
 
 # -------------------------------------------------------------- what explain and the report print

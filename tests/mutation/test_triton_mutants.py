@@ -269,6 +269,27 @@ values of the previous block: forward.py: paged
 eight-bit rows without their scale: tile.py: eight_bits
 -narrow(x * scales[:, None], dtype)
 +narrow(x, dtype)
+the second product is forgotten: forward.py: wide
+-        qk = dot(tile_q[1], tl.trans(more), qk, F)
++
+the second product replaces the first: forward.py: wide
+-tl.trans(more), qk, F)
++tl.trans(more), qk * 0, F)
+the second product takes the first columns: tile.py: wide
+-Operand(x.ptr + tl.full([], columns, tl.int64) * x.sd,
++Operand(x.ptr + tl.full([], 0, tl.int64) * x.sd,
+columns past the last are multiplied: forward.py: wide
+-        rest: tl.constexpr = T.D - T.BD
++        rest: tl.constexpr = T.BX
+few rows leave out the second columns: decode.py: wide_decode
+-gather(past(q, T.BD), item.q, h, i, real, T.D - T.BD, T.BX))
++gather(past(q, T.BD), item.q, h, i, real, 0, T.BX))
+few rows of another query: decode.py: wide_decode
+-head_of(x, at, h) + i.to(tl.int64) * x.sm
++head_of(x, at, h) + (i * 0).to(tl.int64) * x.sm
+keys serve as values: forward.py: wide
+-        if F.latent:
++        if T.BX:
 values with the scales of keys: forward.py: eight_bits
 -load_scales(extras.v_scale, v_by,
 +load_scales(extras.k_scale, k_by,
@@ -620,6 +641,8 @@ def notices(names):
         return in_pages(names)
     if names.startswith("eight_bits"):
         return of_eight_bits()
+    if names.startswith("wide"):
+        return of_two_products(3 if "decode" in names else 20)
     for problem in problems(names):
         verdict = verdicts.setdefault(problem.name, None) or Verdict(problem)
         verdicts[problem.name] = verdict
@@ -679,6 +702,16 @@ def of_eight_bits():
     stored, plain = test_storage.kept(made, torch.float8_e4m3fn)
     found, right = (test_storage.run(x, "triton") for x in (stored, plain))
     return not all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
+
+
+def of_two_products(rows):
+    """True if forward of keys with 150 columns, in memory of 160, is wrong."""
+    problem = build(Dims(1, 2, 1, rows, 200, 150, 128), (), torch.float32)
+    memory = torch.full((*problem.k.shape[:3], 160), torch.nan)
+    memory[..., :150] = problem.k
+    problem.k = memory[..., :150]
+    verdict = Verdict(problem, backward=False)
+    return detected(lambda: verdict.complaints(fastattn.attention, backend="triton"))
 
 
 def behind_nan(given):

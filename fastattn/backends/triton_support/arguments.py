@@ -42,6 +42,29 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << max(head_dim - 1, 0).bit_length())
 
 
+def columns(head_dim: int) -> tuple[int, int]:
+    """The columns of q and k in the products of forward: BD, and BX of a second one or 0.
+
+    A power of two and a smaller one where they pad less than the next power: 192 are 128 and 64,
+    576 are 512 and 64. Up to 128 a second product would cost more than it saves.
+    """
+    whole = padded(head_dim)
+    first = whole // 2
+    rest = padded(head_dim - first)
+    return (first, rest) if whole > 128 and rest < first else (whole, 0)
+
+
+def is_latent(spec: AttentionSpec, t: Tensors) -> bool:
+    """True if v is the first columns of k in memory, all those of a first product of forward: its
+    tiles are read once."""
+    return (
+        t.v is not None
+        and (spec.Dv, True) == (columns(spec.D)[0], spec.Dv < spec.D)
+        and spec.storage is None
+        and (t.k.data_ptr(), t.k.stride()) == (t.v.data_ptr(), t.v.stride())
+    )
+
+
 def tf32() -> bool:
     """True if the user lets torch compute float32 products in tf32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -174,7 +197,7 @@ def _no_extras():
 
 
 @functools.lru_cache(maxsize=4096)
-def flags(spec: AttentionSpec, tf32: bool, tma: bool):
+def flags(spec: AttentionSpec, tf32: bool, tma: bool, latent: bool = False):
     """The features that a call uses, as constants for Triton's compiler."""
     masked = spec.mask_shape is not None
     made = functions(spec)
@@ -201,6 +224,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         precision="tf32" if tf32 else "ieee",
         tma=tma,
         kept="" if spec.storage is None else quantisation.NAMES[spec.storage],
+        latent=latent,
         in_order=spec.row_invariant and spec.left < spec.rows + spec.keys,
         **made._asdict(),
     )

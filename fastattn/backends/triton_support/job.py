@@ -19,9 +19,11 @@ from . import autotune, captured_sums, launch_cache, tile_configs
 from .arguments import (
     bits,
     blocks,
+    columns,
     describable,
     extras,
     flags,
+    is_latent,
     longest,
     operand,
     padded,
@@ -75,11 +77,12 @@ class Job:
         self.inputs = operand(t.q), operand(k), operand(v), operand(dout)
         given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
         arch, fast = architecture(self.device), tf32()
-        self.key = launch_cache.alike(given, arch, fast)
+        latent = dout is None and is_latent(spec, t)
+        self.key = launch_cache.alike(given, arch, fast, latent)
         kept = spec.launcher_cache.setdefault("launches", {})
         found = kept.get(self.key) if self.key else None
         if found is None:
-            found = self.derive(arch, fast, (t.q, t.k, t.v, dout))
+            found = self.derive(arch, fast, latent, (t.q, t.k, t.v, dout))
             if self.key:
                 launch_cache.keep(kept, self.key, found)
         self.arch, self.flags, self.tiled, self.launches = found
@@ -87,7 +90,7 @@ class Job:
         self.sees: Tensor | None = None  # which rows see a score far above finfo.min
         self.searches = arch and autotune.enabled() and not spec.row_invariant
 
-    def derive(self, arch: int, tf32: bool, inputs: tuple[Any, ...]) -> Alike:
+    def derive(self, arch: int, tf32: bool, latent: bool, inputs: tuple[Any, ...]) -> Alike:
         spec = self.spec
         if spec.storage is not None:  # judge k and v by their head dims, as 16-bit rows
             inputs = inputs[:1] if spec.D % 8 == spec.Dv % 8 == 0 else ()
@@ -97,7 +100,7 @@ class Job:
         tma = (
             90 <= arch < 120 and self.t.v is not None and wide and not (spec.paged or spec.storage)
         )
-        f = flags(spec, tf32, tma)
+        f = flags(spec, tf32, tma, latent)
         busy = [x for x in tile_configs.FEATURES if getattr(f, x)] + ["given"] * spec.weights
         # A sum needs registers as a mask does, another program for several values of every score.
         if f.score_mod is not None:
@@ -370,8 +373,9 @@ class Job:
                 if again := self.launches.get(key):
                     return again(args, extras)
             options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
+            of_keys = columns(spec.D) if which in ("forward", "decode") else (padded(spec.D), 0)
             tile = kernels().score.Tile(
-                c.BM, c.BN, spec.D, spec.Dv, padded(spec.D), padded(spec.Dv)
+                c.BM, c.BN, spec.D, spec.Dv, of_keys[0], padded(spec.Dv), of_keys[1]
             )
             constants, sizes = constexprs | dict(T=tile), scalars(spec, self.together)
             grid = (programs(c),)

@@ -39,7 +39,9 @@ INTERPRETED = C(32, 32, 4, 1)
 PASSES = ("forward", "delta", "dq", "dkv", "dk", "dv", "dmask", "decode", "combine", "weights")
 PASSES += ("dq_captured", "index_check")  # of programs with captured tensors
 PASSES += ("jvp", "rates", "dq_t", "dkv_t", "dk_t", "dv_t", "dmask_t")  # that take tangents
-BUCKETS = (64, 128, 256)  # head dims: the larger of q's and v's
+BUCKETS = (64, 128, 256, 576)  # head dims: the larger of q's and v's
+MOST = 256  # for every pass
+MOST_FORWARD = (576, 512)  # of q and of v, for forward and decoding
 TUNED = ("forward", "dq", "dkv", "dk", "dv", "decode", "weights")  # what FASTATTN_AUTOTUNE searches
 FEATURES = ("mask", "alibi", "softcap", "dropout")  # they need registers for every score
 
@@ -89,6 +91,8 @@ AMPERE: Table = {  # 16 bits on sm_80: mma.sync, cp.async, 163 KB of shared memo
     ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3),
         narrow=C(16, 64, 4, 3)),
     ("decode", 256): same(C(16, 64, 4, 2)),
+    ("forward", 576): same(C(64, 32, 8, 1)),
+    ("decode", 576): same(C(16, 32, 4, 2)),
     ("jvp", 64): R(C(128, 64, 8, 2), C(128, 64, 8, 2), C(64, 32, 4, 2)),
     ("jvp", 128): R(C(64, 64, 8, 2), C(64, 64, 8, 2), C(64, 32, 8, 2)),
     ("jvp", 256): same(C(32, 32, 8, 2)),
@@ -106,6 +110,8 @@ SMALL: Table = AMPERE | {  # 16 bits on sm_86, sm_89, sm_120: mma.sync, 99 KB
     ("forward", 256): R(C(64, 32, 4, 2), C(64, 32, 8, 2), C(64, 32, 8, 2)),
     ("dq", 256): R(C(32, 32, 4, 2), C(32, 32, 8, 2), C(32, 32, 8, 2)),
     ("dkv", 256): R(C(32, 32, 4, 2), C(32, 32, 8, 2), C(32, 32, 8, 2)),
+    ("forward", 576): same(C(32, 16, 8, 1)),
+    ("decode", 576): same(C(16, 16, 4, 1)),
     ("jvp", 128): same(C(64, 32, 8, 2)),
     ("jvp", 256): same(C(32, 32, 8, 1)),
     ("dq_t", 128): same(C(32, 32, 8, 2)),
@@ -136,6 +142,8 @@ HOPPER: Table = {  # 16 bits on sm_90: wgmma needs 64 rows and warps in fours; T
     ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3),
         narrow=C(16, 64, 4, 3)),
     ("decode", 256): same(C(16, 64, 4, 2)),
+    ("forward", 576): same(C(64, 32, 8, 2)),
+    ("decode", 576): same(C(64, 32, 8, 2)),
     ("jvp", 64): R(C(128, 64, 8, 2), C(128, 64, 8, 2), C(64, 32, 4, 2)),
     ("jvp", 128): R(C(128, 64, 8, 2), C(64, 32, 4, 2), C(64, 32, 4, 2)),
     ("jvp", 256): same(C(64, 32, 4, 1)),
@@ -170,6 +178,8 @@ FLOAT32: Table = {  # IEEE products are FMAs of every thread: small tiles, on ev
     ("weights", 256): same(C(32, 32, 8, 1)),
     ("decode", 128): same(C(16, 32, 8, 2)),
     ("decode", 256): same(C(16, 16, 4, 1)),
+    ("forward", 576): same(C(16, 16, 8, 1)),
+    ("decode", 576): same(C(16, 16, 8, 1)),
     ("jvp", 128): same(C(32, 32, 8, 1)),
     ("jvp", 256): same(C(16, 16, 8, 1)),
     ("dq_t", 128): same(C(32, 16, 8, 1)),
