@@ -66,6 +66,13 @@ def test_tiles_are_preferred_if_available(model, says):
         assert says in why and f"GenuineIntel family 6 model {model}" in why
 
 
+@pytest.mark.parametrize("isas", ["avx512_bf16,generic", "avx512_bf16,avx2,generic"])
+def test_a_build_of_chosen_instruction_sets_has_no_other(isas):
+    for model in (207, 143, 85):
+        found, why = chosen("GenuineIntel", 6, model, isas)
+        assert found == "avx512_bf16" and "only decodes" not in why
+
+
 @pytest.mark.parametrize("isas", ["avx512,avx2,generic", "avx2,generic", "generic"])
 def test_without_bfloat16_the_widest_vectors(isas):
     for vendor, family, model in (("GenuineIntel", 6, 143), ("AuthenticAMD", 25, 33), ("", 0, 0)):

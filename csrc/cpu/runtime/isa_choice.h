@@ -103,7 +103,9 @@ inline Order order_for(const Chip& chip, const std::string& isas) {
   }
   if (widest != "avx512_bf16")
     return {widest, widest, "the widest vectors that this machine and this build have"};
-  const bool everywhere = row.pairs == Pairs::everywhere;
+  // A build may have chosen instruction sets alone (FASTATTN_ISAS).
+  const bool alone = ("," + isas + ",").find(",avx512,") == std::string::npos;
+  const bool everywhere = alone || row.pairs == Pairs::everywhere;
   return {everywhere ? widest : "avx512", widest,
           (everywhere ? "" : "avx512_bf16 only decodes bfloat16; ") + named + row.why};
 }
