@@ -48,7 +48,7 @@ constexpr int decode_tile(int d, int dv) {
 constexpr int kBlockKeys = 128;
 constexpr int backward_rows(int d, bool banded, bool general) {
   if (general) return d <= 64 ? 64 : 48;
-  if (d <= 64) return banded ? 96 : 128;
+  if (d <= 64) return 128;
   return banded ? 64 : 80;
 }
 
