@@ -179,20 +179,20 @@ VARIANTS = {
     ),
     # Rows that no tensor descriptor can read: their size is not a multiple of 16 bytes.
     "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
-    # Latent vectors of DeepSeek's sizes, the only head dim of this variant: v is a view of k.
-    "latent": Variant(
-        lambda *sizes: dict(causal="top_left", Hk=1, values=512), ("forward", "split")
-    ),
     "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, tf32=True), PAIR),
     "tangents": Variant(lambda *sizes: dict(causal="top_left", Hk=2), MOVED, True),
     "tangents-all": Variant(everything, (*MOVED, "dmask_t"), True),
 }
-# Of programs there is any number: these stand for them, and are compiled if --variant names them.
+# These are compiled if --variant names them. Of programs there is any number: two stand for them.
 ON_REQUEST = {
     "functions": Variant(
         bent_and_hidden, (*PAIR, "dq captured", "block_mask", "block_mask keys", "split")
     ),
     "tangents-functions": Variant(bent_and_hidden, MOVED, True),
+    # Latent vectors of DeepSeek's sizes, the only head dim of this variant: v is a view of k.
+    "latent": Variant(
+        lambda *sizes: dict(causal="top_left", Hk=1, values=512), ("forward", "split")
+    ),
 }
 ALL_VARIANTS = VARIANTS | ON_REQUEST
 SIXTEEN_BITS = (*ONE, "block mask", "functions", "packed", "paged")  # in these alone

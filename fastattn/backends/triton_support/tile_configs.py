@@ -91,7 +91,7 @@ AMPERE: Table = {  # 16 bits on sm_80: mma.sync, cp.async, 163 KB of shared memo
     ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3),
         narrow=C(16, 64, 4, 3)),
     ("decode", 256): same(C(16, 64, 4, 2)),
-    ("forward", 576): same(C(64, 32, 8, 1)),
+    ("forward", 576): same(C(32, 32, 8, 2)),
     ("decode", 576): same(C(16, 32, 4, 2)),
     ("jvp", 64): R(C(128, 64, 8, 2), C(128, 64, 8, 2), C(64, 32, 4, 2)),
     ("jvp", 128): R(C(64, 64, 8, 2), C(64, 64, 8, 2), C(64, 32, 8, 2)),
