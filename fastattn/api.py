@@ -21,6 +21,7 @@ from .call.argument_hints import unknown_argument
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
 from .call.place import EVERYTHING, NUMBERS, Place
 from .call.quantisation import STORAGE
+from .call.qv import joined
 from .call.scalars import real, whole
 from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors, acc_dtype
 from .call.validation import check, check_lse, counts, need_dense
@@ -74,6 +75,7 @@ class PackedArguments(Arguments, total=False):
     max_k: int | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    qv: Tensor | None
 
 
 DEFAULTS: dict[str, Any] = dict.fromkeys(typing.get_type_hints(Arguments))  # None, except these:
@@ -101,20 +103,39 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    qv: Tensor | None = None,
     return_lse: Literal[False] = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **arguments: Unpack[Arguments]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    qv: Tensor | None = None,
+    return_lse: Literal[True],
+    **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **arguments: Unpack[Arguments]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    qv: Tensor | None = None,
+    return_lse: bool,
+    **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @with_arguments
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **arguments: Unpack[Arguments]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    qv: Tensor | None = None,
+    return_lse: bool = False,
+    **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(score(q k^T)) v in one fused pass (FlashAttention-2, Dao 2023).
 
@@ -140,6 +161,11 @@ def attention(
         q: Queries.
         k: Keys.
         v: Values.
+        qv: More queries, of the values: scores are then q k^T + qv v^T (FlashAttention-3). For keys
+            in two parts, of which one is the value: latent attention. The default scale is then
+            1 / sqrt(D + Dv). If k and v are adjacent columns in memory, as in a latent cache, they
+            are read in place; else the call copies them side by side. Head dims count D + Dv for q
+            and k.
         return_lse: If True, also return the natural logarithm of the softmax denominator, sinks
             included. A loss on it has a gradient too.
         mask: Either bool (True = may attend), or float, which is added to the scores. It is read in
@@ -187,6 +213,7 @@ def attention(
         q: (B, H, M, D), float32, float64, bfloat16 or float16, of any strides.
         k: (B, Hk, N, D), same dtype and device. Hk divides H. Any size may be 0.
         v: (B, Hk, N, Dv), same dtype and device.
+        qv: (B, H, M, Dv), same dtype and device.
         mask: Broadcasts to (B, H, M, N); bool, q's dtype or float32.
         key_lengths: (B,), int32 or int64.
         alibi_slopes: (H,) or (B, H).
@@ -222,10 +249,12 @@ def attention(
         >>> torch.testing.assert_close(out, p @ v.repeat_interleave(4, 1))
         >>> recent = fastattn.attention(q, k, v, causal="bottom_right", window=(63, None))
     """
-    if is_overridden(q, k, v) and not is_compiling():
-        return handle(attention, (q, k, v), return_lse=return_lse, **arguments)
     if v is None:
         raise no_values()
+    if qv is not None:
+        q, k = joined(q, k, v, qv)
+    if is_overridden(q, k, v) and not is_compiling():
+        return handle(attention, (q, k, v), return_lse=return_lse, **arguments)
     t, o = prepare(q, k, v, arguments)
     out, normaliser = call(ATTENTION, t, o)
     return (out, normaliser[0]) if return_lse else out
@@ -277,6 +306,7 @@ def attention_packed(
     max_k: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    qv: Tensor | None = None,
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -309,6 +339,7 @@ def attention_packed(
             dtype; on a CPU the result has the bits of a call on rows stored that way. Kernels widen
             rows as they read them. There is no gradient.
         v_scale: The same for v.
+        qv: More queries, of the values, as in `attention`; not of rows in eight bits.
         return_lse: If True, also return the LSE.
         **arguments: Those of `attention`. "bottom_right" aligns the last row of each sequence with
             its last key. Dropout draws for sequence b what it draws for item b of a batch.
@@ -325,6 +356,7 @@ def attention_packed(
         block_table: (B, blocks), int32 or int64.
         k_scale: (S, Hk) or (P, page, Hk), float32.
         v_scale: As k_scale.
+        qv: (T, H, Dv), q's dtype.
         mask: Broadcasts to (B, H, max_q, max_k).
         key_lengths: (B,).
         out: (T, H, Dv), q's dtype.
@@ -351,12 +383,16 @@ def attention_packed(
         >>> alone = fastattn.attention(*first, causal=True)
         >>> torch.testing.assert_close(out[:3], alone[0].transpose(0, 1))
     """
+    if v is None:
+        raise no_values()
+    if qv is not None:
+        if k_scale is not None or v_scale is not None:
+            raise NotImplementedError("qv: got keys or values in eight bits, expected no scales")
+        q, k = joined(q, k, v, qv)
     if is_overridden(q, k, v) and not is_compiling():
         own = {"block_table": block_table, "max_q": max_q, "max_k": max_k}
         own |= {"k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse}
         return handle(attention_packed, (q, k, v), cu_q, cu_k, **own, **arguments)
-    if v is None:
-        raise no_values()
     where = cu_q, cu_k, block_table, max_q, max_k, k_scale, v_scale
     t, o = prepare_packed(q, k, v, *where, arguments)
     out, normaliser = call(ATTENTION, t, o)

@@ -13,6 +13,7 @@ from ..backends import base
 from ..backends.native import libraries
 from ..backends.native.marshalling import kind
 from ..backends.preference import RULES, KernelClasses
+from ..call.qv import joined
 from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, MEANING, AttentionSpec, Options, Tensors
 from ..call.validation import describe
 from ..score_mods.encoding import ModText
@@ -106,6 +107,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     arguments.pop("return_lse", None)  # does not change the choice
     if v is None:
         raise TypeError("v: got NoneType, expected a torch.Tensor")
+    if (qv := arguments.pop("qv", None)) is not None:
+        q, k = joined(q, k, v, qv)
     functions = any(arguments.get(name) is not None for name in ("score_mod", "mask_mod"))
     if arguments.get("seed") is None:
         arguments["seed"] = 0  # draw none: explain must not advance torch's generator

@@ -1,0 +1,68 @@
+"""Scores q.k + qv.v of latent attention, as one product of wider queries and keys.
+
+FlashAttention-3 has the argument qv for the decoding of DeepSeek's models: the rotated columns of a
+key are apart from the latent vector, which is the value, too. (q, qv) . (k, v) is one product. If
+k and v are adjacent columns in memory, as in a cache of latent vectors, wider keys are a view.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k with the columns of qv and v: (..., D + Dv). Their order is that of memory.
+
+    v comes first where k and v are apart in memory. Raises TypeError and ValueError.
+    """
+    _check(q, k, v, qv)
+    for first, second, queries in ((v, k, (qv, q)), (k, v, (q, qv))):
+        if _are_adjacent(first, second):
+            size = *first.shape[:-1], first.shape[-1] + second.shape[-1]
+            view = first.as_strided(size, first.stride(), first.storage_offset())
+            return torch.cat(queries, -1), view
+    return torch.cat((qv, q), -1), torch.cat((v, k), -1)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    if 0 in (q.ndim, v.ndim) or qv.shape != (*q.shape[:-1], v.shape[-1]):
+        raise ValueError(
+            f"qv: got shape {tuple(qv.shape)}, expected that of q with the columns of v, "
+            f"{(*q.shape[:-1], *v.shape[-1:])}"
+        )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"v: got shape {tuple(v.shape)}, expected that of k but for the columns: "
+            f"{(*k.shape[:-1], *v.shape[-1:])}"
+        )
+    for name, x, other, like in (("qv", qv, "q", q), ("v", v, "k", k)):
+        if (x.dtype, x.device) != (like.dtype, like.device):
+            raise ValueError(
+                f"{name}: got {x.dtype} on {x.device}, expected {other}'s {like.dtype} on "
+                f"{like.device}: with qv they are parts of one tensor"
+            )
+
+
+def _are_adjacent(first: Tensor, second: Tensor) -> bool:
+    """True if each row of `second` follows that row of `first` in memory, and a view of both is
+    safe: compiled code, transforms and derivatives know tensors by their names, not their places.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if forward_ad._current_level >= 0 or type(first) is not Tensor or type(second) is not Tensor:
+        return False
+    if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
+        return False
+    return (
+        first.numel() > 0
+        and second.numel() > 0
+        and first.stride() == second.stride()
+        and first.stride(-1) == 1
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and second.storage_offset() == first.storage_offset() + first.shape[-1]
+    )

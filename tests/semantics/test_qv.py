@@ -1,0 +1,253 @@
+"""attention(..., qv=): scores q.k + qv.v, against the formula in float64; packed, in pages; with
+keys and values side by side in memory, which are read in place."""
+
+import math
+
+import pytest
+import torch
+from torch.func import jvp, vmap
+
+import fastattn
+from fastattn.call import qv as module
+from tests.support.backends import DECLARED, every_backend, not_interpreted
+from tests.support.cases import DTYPES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+B, H, Hk, M, N = 2, 4, 2, 19, 37
+SIZES = {"64 and 40": (24, 40), "rope 64, latent 128": (64, 128), "Dv 1": (3, 1), "D 0": (0, 8)}
+GIVEN = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "bottom right, window": dict(causal="bottom_right", window=(9, None)),
+    "lengths": dict(key_lengths=torch.tensor([20, 0])),
+    "sinks, scale": dict(sinks=torch.tensor([0.5, -1.0, 0.0, 2.0]), scale=0.3),
+    "softcap": dict(softcap=2.0),
+    "dropout": dict(dropout_p=0.3, seed=7),
+    "mask": dict(mask=torch.rand(M, N, generator=torch.Generator().manual_seed(2)) > 0.3),
+}
+BOUND = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 3e-2, "float16": 4e-3}
+
+
+def tensors(D, Dv, dtype, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = dict(q=(B, H, M, D), k=(B, Hk, N, D), v=(B, Hk, N, Dv), qv=(B, H, M, Dv))
+    return {x: torch.randn(*size, generator=draw).to(dtype) for x, size in shapes.items()}
+
+
+def formula(q, k, v, qv, causal=False, window=None, key_lengths=None, sinks=None, **rest):
+    """The definition, step by step; (out, lse)."""
+    k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
+    scale = rest.get("scale") or 1 / math.sqrt(q.shape[-1] + v.shape[-1])
+    s = (q @ k.mT + qv @ v.mT) * scale
+    if cap := rest.get("softcap"):
+        s = cap * torch.tanh(s / cap)
+    i, j = torch.arange(M)[:, None], torch.arange(N)
+    at = i + (N - M) * (causal == "bottom_right")
+    seen = torch.ones(B, 1, M, N, dtype=torch.bool)
+    if causal:
+        seen = seen & (j <= at)
+    if window:
+        seen = seen & (j >= at - window[0])
+    if key_lengths is not None:
+        seen = seen & (j < key_lengths[:, None, None, None])
+    if rest.get("mask") is not None:
+        seen = seen & rest["mask"]
+    s = s.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(s.dtype)[:, None, None].expand(B, H, M, 1)], -1)
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0)[..., None])[..., :N]
+    if rest.get("dropout_p"):
+        kept = fastattn.reference.keep_mask((B, H, M, N), rest["dropout_p"], rest["seed"])
+        p = p * kept / (1 - rest["dropout_p"])
+    return p @ v, lse
+
+
+def results(call, given, dtype, D, Dv):
+    leaves = {x: y.requires_grad_() for x, y in tensors(D, Dv, dtype).items()}
+    out, lse = call(**leaves, **given)
+    loss = (out.double() * torch.linspace(-1, 1, Dv)).sum()
+    loss = loss + lse.double().masked_fill(lse == -torch.inf, 0).sin().sum()
+    return out.detach(), lse.detach(), *torch.autograd.grad(loss, list(leaves.values()))
+
+
+def in_both(name, given):
+    def call(q, k, v, qv, **rest):
+        return fastattn.attention(q, k, v, qv=qv, return_lse=True, backend=name, **rest)
+
+    def exact(q, k, v, qv, **rest):
+        double = {x: y.double() for x, y in dict(q=q, k=k, v=v, qv=qv).items()}
+        return formula(**double, **rest)
+
+    return call, exact
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", DECLARED)
+@pytest.mark.parametrize("what", GIVEN)
+@pytest.mark.parametrize("D, Dv", SIZES.values(), ids=SIZES)
+def test_scores_are_of_both_products(name, what, dtype, D, Dv):
+    """Out, LSE and the gradients of q, k, v and qv."""
+    call, exact = in_both(name, GIVEN[what])
+    found = results(call, GIVEN[what], DTYPES[dtype], D, Dv)
+    expected = results(exact, GIVEN[what], DTYPES[dtype], D, Dv)
+    for x, y in zip(found, expected, strict=True):
+        shown = y.isfinite()
+        assert torch.equal(x.isfinite(), shown)
+        scale = 1 + float(y[shown].abs().max()) if shown.any() and y.numel() else 1.0
+        gap = (x.double() - y.double())[shown].abs().max() if shown.any() else 0.0
+        assert float(gap) <= BOUND[dtype] * scale
+
+
+ADJACENT = {
+    "v, k": (lambda x, D, Dv: (x[..., Dv:], x[..., :Dv]), True),
+    "k, v": (lambda x, D, Dv: (x[..., :D], x[..., D : D + Dv]), True),
+    "apart by one column": (lambda x, D, Dv: (x[..., Dv + 1 :], x[..., :Dv]), False),
+    "copies": (lambda x, D, Dv: (x[..., Dv:].clone(), x[..., :Dv].clone()), False),
+    "another row": (lambda x, D, Dv: (x[..., Dv:].flip(2), x[..., :Dv]), False),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("how", ADJACENT)
+def test_columns_side_by_side_are_read_in_place(name, how):
+    D, Dv = 8, 16
+    part, in_place = ADJACENT[how]
+    x = torch.randn(B, Hk, N, D + Dv + (how == "apart by one column"))
+    k, v = part(x, D, Dv)
+    q, qv = torch.randn(B, H, M, D), torch.randn(B, H, M, Dv)
+    with torch.no_grad():
+        wide_q, wide_k = module.joined(q, k, v, qv)
+        assert (wide_k.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == in_place
+        found = fastattn.attention(q, k, v, qv=qv, causal=True, backend=name)
+        copied = fastattn.attention(q, k.clone(), v.clone(), qv=qv, causal=True, backend=name)
+    torch.testing.assert_close(found, copied, rtol=1e-5, atol=1e-5)
+    expected, _ = formula(*(x.double() for x in (q, k, v, qv)), causal=True)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert wide_q.shape[-1] == wide_k.shape[-1] == D + Dv
+
+
+@every_backend
+def test_views_have_gradients_of_their_own(name):
+    """A view of k and v is no view of one tensor to autograd: each has its own gradient."""
+    x = torch.randn(B, Hk, N, 24)
+    k, v = x[..., 16:].requires_grad_(), x[..., :16].requires_grad_()
+    q, qv = torch.randn(B, H, M, 8), torch.randn(B, H, M, 16)
+    found = torch.autograd.grad(
+        fastattn.attention(q, k, v, qv=qv, backend=name).square().sum(), (k, v)
+    )
+    own = [y.detach().clone().requires_grad_() for y in (k, v)]
+    out, _ = formula(q, *own, qv)
+    for y, z in zip(found, torch.autograd.grad(out.square().sum(), own), strict=True):
+        torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-4)
+
+
+@not_interpreted
+def test_transforms_and_compiled_code():
+    given = tensors(8, 16, torch.float64)
+    moves = tensors(8, 16, torch.float64, seed=1)
+    order = ("q", "k", "v", "qv")
+
+    def call(q, k, v, qv):
+        return fastattn.attention(q, k, v, qv=qv, causal=True)
+
+    def exact(q, k, v, qv):
+        return formula(q, k, v, qv, causal=True)[0]
+
+    primals, tangents = (tuple(x[name] for name in order) for x in (given, moves))
+    for x, y in zip(jvp(call, primals, tangents), jvp(exact, primals, tangents), strict=True):
+        torch.testing.assert_close(x, y)
+    batch = [torch.stack([x, 2 * x]) for x in primals]
+    torch.testing.assert_close(vmap(call)(*batch)[1], call(*(2 * x for x in primals)))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*primals), call(*primals))
+    leaves = [x[:1, :, :3, :].clone().requires_grad_() for x in primals]
+    assert torch.autograd.gradcheck(call, leaves) and torch.autograd.gradgradcheck(call, leaves)
+
+
+@every_backend
+@pytest.mark.parametrize("beside", [False, True], ids=["apart", "side by side"])
+def test_packed_and_in_pages(name, beside):
+    """Three sequences, one of them empty; pages of 16 keys."""
+    D, Dv, page = 8, 24, 16
+    lengths = torch.tensor([20, 0, 33])
+    cu_k = torch.tensor([0, 20, 20, 53])
+    cu_q = torch.tensor([0, 3, 3, 12])
+    rows = torch.randn(12, H, D), torch.randn(12, H, Dv)
+    latent = torch.randn(53, Hk, D + Dv)
+    table = torch.tensor([[4, 1, 0], [0, 0, 0], [2, 0, 3]])
+    pool = torch.full((5, page, Hk, D + Dv), torch.nan)
+    for b, (first, length) in enumerate(zip(cu_k.tolist(), lengths.tolist())):
+        for at in range(length):
+            pool[table[b, at // page], at % page] = latent[first + at]
+
+    def parts(x):
+        k, v = x[..., Dv:], x[..., :Dv]
+        return (k, v) if beside else (k.clone(), v.clone())
+
+    given = dict(qv=rows[1], causal="bottom_right", backend=name)
+    with torch.no_grad():
+        packed = fastattn.attention_packed(rows[0], *parts(latent), cu_q, cu_k, **given)
+        paged = fastattn.attention_packed(
+            rows[0], *parts(pool), cu_q, block_table=table, key_lengths=lengths, **given
+        )
+    for b in (0, 2):
+        i, j = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        q, qv = (x[i].transpose(0, 1)[None] for x in rows)
+        k, v = (x[j].transpose(0, 1)[None] for x in parts(latent))
+        alone = fastattn.attention(
+            q.double(), k.double(), v.double(), qv=qv.double(), causal="bottom_right"
+        )
+        for found in (packed, paged):
+            torch.testing.assert_close(
+                found[i].transpose(0, 1)[None].double(), alone, rtol=1e-5, atol=1e-5
+            )
+
+
+@not_interpreted
+def test_packed_sequences_have_gradients():
+    rows = [torch.randn(9, H, n, dtype=torch.float64, requires_grad=True) for n in (4, 6)]
+    keys = [torch.randn(9, Hk, n, dtype=torch.float64, requires_grad=True) for n in (4, 6)]
+    cu = torch.tensor([0, 4, 9])
+
+    def call(q, k, v, qv):
+        return fastattn.attention_packed(q, k, v, cu, cu, qv=qv, causal=True)
+
+    assert torch.autograd.gradcheck(call, (rows[0], *keys, rows[1]))
+
+
+@not_interpreted
+def test_explain_counts_both_columns():
+    given = tensors(64, 512, torch.bfloat16)
+    found = fastattn.explain(**given)
+    assert (found.spec.D, found.spec.Dv) == (576, 512) and found.spec.scale == 1 / math.sqrt(576)
+
+
+WRONG = {
+    "columns": (dict(qv=torch.randn(B, H, M, 7)), ValueError, r"qv: got shape .*7\), expected"),
+    "heads": (dict(qv=torch.randn(B, Hk, M, 16)), ValueError, r"expected that of q with the"),
+    "rank": (dict(qv=torch.randn(H, M, 16)), ValueError, "qv: got shape"),
+    "dtype": (dict(qv=torch.randn(B, H, M, 16).double()), ValueError, "qv: got torch.float64 on"),
+    "kind": (dict(qv=3.0), TypeError, "qv: got float, expected a torch.Tensor"),
+    "v": (dict(v=torch.randn(B, Hk, N + 1, 16)), ValueError, "v: got shape .* expected that of k"),
+    "v's dtype": (dict(v=torch.randn(B, Hk, N, 16).half()), ValueError, "v: got torch.float16"),
+    "a scalar": (dict(v=torch.tensor(1.0)), ValueError, "qv: got shape"),
+}
+
+
+@not_interpreted
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_shapes_and_dtypes_raise(what):
+    changed, error, text = WRONG[what]
+    given = tensors(8, 16, torch.float32) | changed
+    with pytest.raises(error, match=text):
+        fastattn.attention(**given)
+
+
+@not_interpreted
+def test_rows_in_eight_bits_raise():
+    cu = torch.tensor([0, 5])
+    q, qv = torch.randn(5, H, 8), torch.randn(5, H, 8)
+    k, scale = torch.ones(5, Hk, 8, dtype=torch.int8), torch.ones(5, Hk)
+    with pytest.raises(NotImplementedError, match="qv: got keys or values in eight bits"):
+        fastattn.attention_packed(q, k, k, cu, cu, k_scale=scale, v_scale=scale, qv=qv)
