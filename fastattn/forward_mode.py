@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack  # torch depends on it
 
 from .api import Arguments, no_values, prepare, with_arguments
+from .call.qv import joined_with_tangents
 from .call.spec import Tangents, Tensors
 from .call.validation import check, need, need_dense, need_like
 from .dispatch.dispatcher import call_jvp
@@ -25,6 +26,8 @@ def attention_jvp(
     *,
     mask_t: Tensor | None = None,
     sinks_t: Tensor | None = None,
+    qv: Tensor | None = None,
+    qv_t: Tensor | None = None,
     return_lse: Literal[False] = False,
     **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor]: ...
@@ -39,6 +42,8 @@ def attention_jvp(
     *,
     mask_t: Tensor | None = None,
     sinks_t: Tensor | None = None,
+    qv: Tensor | None = None,
+    qv_t: Tensor | None = None,
     return_lse: Literal[True],
     **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
@@ -53,6 +58,8 @@ def attention_jvp(
     *,
     mask_t: Tensor | None = None,
     sinks_t: Tensor | None = None,
+    qv: Tensor | None = None,
+    qv_t: Tensor | None = None,
     return_lse: bool,
     **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]: ...
@@ -67,6 +74,8 @@ def attention_jvp(
     *,
     mask_t: Tensor | None = None,
     sinks_t: Tensor | None = None,
+    qv: Tensor | None = None,
+    qv_t: Tensor | None = None,
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -91,6 +100,8 @@ def attention_jvp(
         v_t: The tangent of v.
         mask_t: The tangent of a float mask.
         sinks_t: The tangent of sinks.
+        qv: More queries, of the values, as in `attention`.
+        qv_t: The tangent of qv.
         return_lse: If True, also return the LSE and its tangent.
         **arguments: Those of `attention`.
 
@@ -99,7 +110,8 @@ def attention_jvp(
         k: (B, Hk, N, D).
         v: (B, Hk, N, Dv).
         q_t, k_t, v_t: Shape, dtype and device of q, k and v.
-        mask_t, sinks_t: Shape, dtype and device of mask and sinks.
+        qv: (B, H, M, Dv).
+        mask_t, sinks_t, qv_t: Shape, dtype and device of mask, sinks and qv.
         out, out_t: (B, H, M, Dv), q's dtype.
         lse, lse_t: (B, H, M), float32 (float64 for float64).
 
@@ -122,11 +134,15 @@ def attention_jvp(
         >>> ahead = fastattn.attention(q + h * q_t, k, v, causal=True)
         >>> torch.testing.assert_close((ahead - out) / h, out_t, atol=1e-4, rtol=1e-4)
     """
+    if v is None:
+        raise no_values()
+    if qv is not None:
+        q, k, q_t, k_t = joined_with_tangents(q, k, v, qv, (q_t, k_t, v_t, qv_t))
+    elif qv_t is not None:
+        raise ValueError("qv_t: got a tensor, expected None, because qv is None")
     if is_overridden(q, k, v) and not is_compiling():
         own = {"mask_t": mask_t, "sinks_t": sinks_t, "return_lse": return_lse}
         return handle(attention_jvp, (q, k, v, q_t, k_t, v_t), **own, **arguments)
-    if v is None:
-        raise no_values()
     t, o = prepare(q, k, v, arguments, "attention_jvp")
     given = q, k, v, arguments.get("mask"), arguments.get("sinks")
     try:

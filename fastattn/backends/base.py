@@ -50,7 +50,7 @@ class Support:
 
     def head_dims(self, spec: AttentionSpec) -> tuple[int | None, int | None]:
         """The largest D and Dv for the passes that a call needs; None = any."""
-        more = spec.features & (Feature.GRAD | Feature.WEIGHTS | Feature.TANGENTS)
+        more = spec.features.value & (Feature.GRAD | Feature.WEIGHTS | Feature.TANGENTS).value
         return (not more and self.forward_head_dims) or (self.max_head_dim, self.max_head_dim)
 
     def why_not(self, spec: AttentionSpec) -> list[str]:

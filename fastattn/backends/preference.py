@@ -66,7 +66,7 @@ class Rule(NamedTuple):
 _HALF = frozenset({torch.bfloat16, torch.float16})
 # What the loops of plain kernels compute, as they have no code for anything else.
 _PLAIN = Feature.BAND | Feature.LENGTHS | Feature.SINKS | Feature.GQA | Feature.PACKED
-_H100 = ("nvidia-h100-80gb-hbm3.json", "nvidia-h100-80gb-hbm3-head-dims.json")
+_H100 = ("nvidia-h100-80gb-hbm3.json",)
 
 
 def _on_hopper(passes: tuple[str, ...], head_dims: tuple[int, int], features: Feature) -> Rule:

@@ -7,9 +7,14 @@ k and v are adjacent columns in memory, as in a cache of latent vectors, wider k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from .validation import need_like
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,6 +29,33 @@ def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]
             view = first.as_strided(size, first.stride(), first.storage_offset())
             return torch.cat(queries, -1), view
     return torch.cat((qv, q), -1), torch.cat((v, k), -1)
+
+
+def joined_with_tangents(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, tangents: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q and k as of `joined`, and their tangents, from those of q, k, v and qv; None is zero.
+
+    Copies: a view has the tangent of one tensor alone. Raises TypeError and ValueError.
+    """
+    _check(q, k, v, qv)
+    given = dict(q=q, k=k, v=v, qv=qv)
+    for (name, x), x_t in zip(given.items(), tangents, strict=True):
+        if x_t is not None:
+            if not isinstance(x_t, Tensor):
+                kind = type(x_t).__name__
+                raise TypeError(f"{name}_t: got {kind}, expected a torch.Tensor or None")
+            need_like(name, x_t, x, "shape", "dtype", "device")
+    q_t, k_t, v_t, qv_t = tangents
+    moved = _side_by_side(qv, q, qv_t, q_t), _side_by_side(v, k, v_t, k_t)
+    return torch.cat((qv, q), -1), torch.cat((v, k), -1), *moved
+
+
+def _side_by_side(x: Tensor, y: Tensor, x_t: Tensor | None, y_t: Tensor | None) -> Tensor | None:
+    if x_t is None and y_t is None:
+        return None
+    both = (torch.zeros_like(of) if x is None else x for of, x in ((x, x_t), (y, y_t)))
+    return torch.cat(tuple(both), -1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> None:

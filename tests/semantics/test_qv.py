@@ -165,6 +165,42 @@ def test_transforms_and_compiled_code():
     assert torch.autograd.gradcheck(call, leaves) and torch.autograd.gradgradcheck(call, leaves)
 
 
+@not_interpreted
+@pytest.mark.parametrize("moving", ["q", "k", "v", "qv", "q k v qv", ""])
+def test_the_call_with_tangents(moving):
+    given = tensors(8, 16, torch.float64)
+    moves = {
+        x: y if x in moving.split() else None for x, y in tensors(8, 16, torch.float64, 1).items()
+    }
+    zero = {x: torch.zeros_like(y) for x, y in given.items()}
+    found = fastattn.attention_jvp(
+        given["q"],
+        given["k"],
+        given["v"],
+        *(moves[x] for x in ("q", "k", "v")),
+        qv=given["qv"],
+        qv_t=moves["qv"],
+        causal=True,
+        return_lse=True,
+    )
+    tangents = tuple(zero[x] if moves[x] is None else moves[x] for x in given)
+    exact = jvp(lambda *x: formula(*x, causal=True), tuple(given.values()), tangents)
+    for x, y in zip(found, (*exact[0], *exact[1]), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@not_interpreted
+def test_tangents_of_other_shapes_raise():
+    given = tensors(8, 16, torch.float64)
+    q, k, v, qv = given.values()
+    with pytest.raises(ValueError, match=r"qv_t.shape: got \(2, 4, 19, 8\), expected"):
+        fastattn.attention_jvp(q, k, v, None, None, None, qv=qv, qv_t=q)
+    with pytest.raises(ValueError, match="qv_t: got a tensor, expected None, because qv is None"):
+        fastattn.attention_jvp(q, k, v, None, None, None, qv_t=q)
+    with pytest.raises(TypeError, match="k_t: got int, expected a torch"):
+        fastattn.attention_jvp(q, k, v, None, 1, None, qv=qv)
+
+
 @every_backend
 @pytest.mark.parametrize("beside", [False, True], ids=["apart", "side by side"])
 def test_packed_and_in_pages(name, beside):
