@@ -10,7 +10,8 @@ from typing_extensions import Unpack  # torch depends on it
 from .api import Arguments, no_values, prepare, with_arguments
 from .call.qv import joined_with_tangents
 from .call.spec import Tangents, Tensors
-from .call.validation import check, need, need_dense, need_like
+from .call.tangents import need_tangent
+from .call.validation import check
 from .dispatch.dispatcher import call_jvp
 from .dispatch.torch_function import handle, is_compiling, is_overridden
 
@@ -161,13 +162,6 @@ def _fitting(t: Tensors, given, tangents) -> Tangents:
         if x_t is None:
             found.append(None)
             continue
-        if not isinstance(x_t, Tensor):
-            kind = type(x_t).__name__
-            raise TypeError(f"{name}_t: got {kind}, expected a torch.Tensor or None")
-        need_dense(f"{name}_t", x_t)
-        moves = isinstance(x, Tensor) and x.is_floating_point()
-        why = f"{name} is {'None' if x is None else 'no floating tensor'}"
-        need(moves, f"{name}_t", "a tensor", f"None, because {why}")
-        need_like(name, x_t, x, "shape", "dtype", "device")
+        need_tangent(name, x_t, x)
         found.append(x_t.to(getattr(t, name).dtype))
     return Tangents(*found)

@@ -55,10 +55,9 @@ def split_kernel(
     item = item_of(b, call, extras, F)
     rows = rows_of(i[:, None], h[:, None], item, call, extras, F)
 
-    FIRST: tl.constexpr = T.BD if T.BX else T.D
-    tile_q = (gather(q, item.q, h, i, real, FIRST, T.BD), 0)
+    tile_q = (gather(q, item.q, h, i, real, T.D, T.BD), 0)
     if T.BX:
-        tile_q = (tile_q[0], gather(past(q, T.BD), item.q, h, i, real, T.D - T.BD, T.BX))
+        tile_q = (tile_q[0], gather(past(q, T.D), item.q, h, i, real, T.DX, T.BX))
 
     every = key_range(0, M, item, call, T.BN)
     share = tl.cdiv(tl.cdiv(every.last - every.first, T.BN), splits) * T.BN

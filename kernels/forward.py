@@ -43,18 +43,16 @@ from .tile import (
 def products(
     tile_q, k, k_from, by, j0, length, found, F: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr
 ):
-    """q.k of a tile of rows and a tile of keys, (BM,BN), and the first BD columns of the keys.
+    """q.k of a tile of rows and a tile of keys, (BM,BN), and the first D columns of the keys.
 
-    Columns past BD are a second product: 576 are 512 and 64, not 1024.
+    Columns past D are a second product: 576 are 512 and 64, not 1024.
     """
-    FIRST: tl.constexpr = T.BD if T.BX else T.D
-    tile_k = load_keys(k, k_from[0], j0, length, found, F, FIRST, T.BN, T.BD, MASKED)
+    tile_k = load_keys(k, k_from[0], j0, length, found, F, T.D, T.BN, T.BD, MASKED)
     if F.kept != "":
         tile_k = widened(tile_k, by, tile_q[0].dtype, F.kept)
     qk = by_rows(tile_q[0], tile_k, F)
     if T.BX:
-        rest: tl.constexpr = T.D - T.BD
-        more = load_keys(past(k, T.BD), k_from[1], j0, length, found, F, rest, T.BN, T.BX, MASKED)
+        more = load_keys(past(k, T.D), k_from[1], j0, length, found, F, T.DX, T.BN, T.BX, MASKED)
         if F.kept != "":
             more = widened(more, by, tile_q[0].dtype, F.kept)
         qk = dot(tile_q[1], tl.trans(more), qk, F)
@@ -104,14 +102,13 @@ def accumulate(
 def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, T: tl.constexpr):
     """acc, m and l of a tile of rows over `blocks`: from `key_range`, or a block mask's entry.
 
-    tile_q: the first BD columns of the rows, and those past them, or 0.
+    tile_q: the first D columns of the rows, and those past them, or 0.
     """
-    FIRST: tl.constexpr = T.BD if T.BX else T.D
     more = 0
     if T.BX:
-        more = source(past(k, T.BD), item.k, hk, item.length, T.D - T.BD, T.BN, T.BX, F.tma)
+        more = source(past(k, T.D), item.k, hk, item.length, T.DX, T.BN, T.BX, F.tma)
     sources = (
-        (source(k, item.k, hk, item.length, FIRST, T.BN, T.BD, F.tma), more),
+        (source(k, item.k, hk, item.length, T.D, T.BN, T.BD, F.tma), more),
         source(v, item.k, hk, item.length, T.DV, T.BN, T.BDV, F.tma),
         scales_from(extras.k_scale, item.k, hk, F),
         scales_from(extras.v_scale, item.k, hk, F),
@@ -143,10 +140,9 @@ def forward_kernel(
         return
     i = i0 + tl.arange(0, T.BM)
     rows = rows_of(i[:, None], h, item, call, extras, F)
-    FIRST: tl.constexpr = T.BD if T.BX else T.D
-    tile_q = (take(q, item.q, h, i0, item.M, FIRST, T.BM, T.BD, F.tma), 0)
+    tile_q = (take(q, item.q, h, i0, item.M, T.D, T.BM, T.BD, F.tma), 0)
     if T.BX:
-        more = take(past(q, T.BD), item.q, h, i0, item.M, T.D - T.BD, T.BM, T.BX, F.tma)
+        more = take(past(q, T.D), item.q, h, i0, item.M, T.DX, T.BM, T.BX, F.tma)
         tile_q = (tile_q[0], more)
     blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
     if F.in_order:

@@ -72,7 +72,8 @@ class Tile(NamedTuple):
     DV: int
     BD: int  # powers of two, 16 at least
     BDV: int
-    BX: int = 0  # where q.k takes two products: columns of the second, past BD
+    DX: int = 0  # where q.k takes two products: columns of the second, past the first D
+    BX: int = 0
 
 
 # The integers of a call. Triton compiles kernels for special values of integers (1, multiples of

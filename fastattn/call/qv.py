@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .validation import need_like
+from .tangents import need_tangent
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,10 +42,7 @@ def joined_with_tangents(
     given = dict(q=q, k=k, v=v, qv=qv)
     for (name, x), x_t in zip(given.items(), tangents, strict=True):
         if x_t is not None:
-            if not isinstance(x_t, Tensor):
-                kind = type(x_t).__name__
-                raise TypeError(f"{name}_t: got {kind}, expected a torch.Tensor or None")
-            need_like(name, x_t, x, "shape", "dtype", "device")
+            need_tangent(name, x_t, x)
     q_t, k_t, v_t, qv_t = tangents
     moved = _side_by_side(qv, q, qv_t, q_t), _side_by_side(v, k, v_t, k_t)
     return torch.cat((qv, q), -1), torch.cat((v, k), -1), *moved

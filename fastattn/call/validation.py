@@ -128,15 +128,6 @@ def need(ok: bool, name: str, got: object, expected: str) -> None:
         raise ValueError(f"{name}: got {got}, expected {expected}")
 
 
-def need_like(name: str, x_t: Tensor, x: Tensor, *about: str) -> None:
-    """Raise ValueError unless tangent x_t equals x in these attributes, such as "shape"."""
-    for what in about:
-        got, own = getattr(x_t, what), getattr(x, what)
-        if got != own:
-            shown = tuple if what == "shape" else str
-            need(False, f"{name}_t.{what}", shown(got), f"{shown(own)}, as {name} has")
-
-
 def need_dense(name: str, x: Tensor) -> None:
     """Raise TypeError for nested, sparse and other tensors that strides do not describe."""
     if x.is_nested and x.layout == torch.jagged:

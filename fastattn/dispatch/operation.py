@@ -29,7 +29,8 @@ from ..call.spec import (
     acc_dtype,
     result_shape,
 )
-from ..call.validation import describe, need_like, need_memory
+from ..call.tangents import need_like
+from ..call.validation import describe, need_memory
 
 MAX_PLANS = 4096
 

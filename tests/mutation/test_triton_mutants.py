@@ -279,11 +279,11 @@ the second product takes the first columns: tile.py: wide
 -Operand(x.ptr + tl.full([], columns, tl.int64) * x.sd,
 +Operand(x.ptr + tl.full([], 0, tl.int64) * x.sd,
 columns past the last are multiplied: forward.py: wide
--        rest: tl.constexpr = T.D - T.BD
-+        rest: tl.constexpr = T.BX
+-length, found, F, T.DX, T.BN, T.BX, MASKED)
++length, found, F, T.BX, T.BN, T.BX, MASKED)
 few rows leave out the second columns: decode.py: wide_decode
--gather(past(q, T.BD), item.q, h, i, real, T.D - T.BD, T.BX))
-+gather(past(q, T.BD), item.q, h, i, real, 0, T.BX))
+-gather(past(q, T.D), item.q, h, i, real, T.DX, T.BX))
++gather(past(q, T.D), item.q, h, i, real, 0, T.BX))
 few rows of another query: decode.py: wide_decode
 -head_of(x, at, h) + i.to(tl.int64) * x.sm
 +head_of(x, at, h) + (i * 0).to(tl.int64) * x.sm

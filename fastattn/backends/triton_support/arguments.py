@@ -59,7 +59,8 @@ def is_latent(spec: AttentionSpec, t: Tensors) -> bool:
     tiles are read once."""
     return (
         t.v is not None
-        and (spec.Dv, True) == (columns(spec.D)[0], spec.Dv < spec.D)
+        and spec.Dv < spec.D
+        and spec.Dv == columns(spec.D)[0]
         and spec.storage is None
         and (t.k.data_ptr(), t.k.stride()) == (t.v.data_ptr(), t.v.stride())
     )

@@ -373,10 +373,9 @@ class Job:
                 if again := self.launches.get(key):
                     return again(args, extras)
             options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
-            of_keys = columns(spec.D) if which in ("forward", "decode") else (padded(spec.D), 0)
-            tile = kernels().score.Tile(
-                c.BM, c.BN, spec.D, spec.Dv, of_keys[0], padded(spec.Dv), of_keys[1]
-            )
+            BD, BX = columns(spec.D) if which in ("forward", "decode") else (padded(spec.D), 0)
+            D = min(spec.D, BD)
+            tile = kernels().score.Tile(c.BM, c.BN, D, spec.Dv, BD, padded(spec.Dv), spec.D - D, BX)
             constants, sizes = constexprs | dict(T=tile), scalars(spec, self.together)
             grid = (programs(c),)
             made = run(kernel, grid, *args, *sizes, extras, **constants, **options)
