@@ -179,10 +179,22 @@ enum FaStatus {
   FA_BAD_EXTENT = 1 << 16  // above every cudaError_t
 };
 
+// The keys with the largest scores sum_h weights[h] max(0, q[h].k) of each row: cpu/selection.
+struct FaIndexer {
+  struct FaTensor q, k, weights;  // (B,H,M,D) (B,1,N,D) (B,H,M,1): one dtype, not FA_F64
+  const int64_t* lengths;         // (B), values in [0, N], or null
+  int32_t* indices;               // (B,M,count): ascending, -1 after the last
+  int64_t B, H, M, N, D, count;
+  int64_t causal, bottom_right;   // as in FaParams, with a band of keys up to the row's own
+  int64_t threads;
+};
+
 FA_EXPORT const char* fa_abi_fields(void);                                   // FA_FIELDS
 FA_EXPORT int64_t fa_cpu_max_head_dim(void);                                 // FA_CPU_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cpu_workspace(const struct FaCall* call, int64_t pass);  // bytes
 FA_EXPORT int64_t fa_cpu_run(const struct FaCall* call, int64_t pass);       // FaStatus
+
+FA_EXPORT int64_t fa_cpu_index(const struct FaIndexer* p);                   // FaStatus
 
 FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can run, best first:
                                                      // "avx512_bf16,avx512,avx2,generic"; last

@@ -35,6 +35,9 @@ from .kv_cache.cache import KVCache
 from .merging import merge
 from .public_names import set_module
 from .score_mods.tracing import Mod
+from .selection.attend import attention_selected
+from .selection.blocks import top_blocks
+from .selection.indexer import lightning_index
 
 __all__ = [
     "KVCache",
@@ -44,6 +47,7 @@ __all__ = [
     "attention",
     "attention_jvp",
     "attention_packed",
+    "attention_selected",
     "attention_weights",
     "available_backends",
     "convert",
@@ -51,6 +55,7 @@ __all__ = [
     "flash_attn",
     "flex_attention",
     "integrations",
+    "lightning_index",
     "merge",
     "mla",
     "nn",
@@ -60,6 +65,7 @@ __all__ = [
     "revert",
     "scaled_dot_product_attention",
     "sdpa",
+    "top_blocks",
     "unpatch",
 ]
 set_module(__name__)

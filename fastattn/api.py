@@ -37,7 +37,7 @@ from .score_mods.mod_call import ModCall
 from .score_mods.recognition import Shape
 from .score_mods.tracing import MaskMod, ScoreMod, trace_mask_mod, trace_score_mod
 
-_ALIGNMENTS = {
+CAUSAL = {
     False: "",
     True: "top_left",
     "top_left": "top_left",
@@ -326,8 +326,8 @@ def attention_packed(
         cu_k: The same for keys; they end at S. None with block_table.
         block_table: The pages of each sequence, in order; it replaces cu_k. Sequence b has
             key_lengths[b] keys in its pages. Pages may have any number of keys, and sequences may
-            share a page. Pages and table entries past a sequence's length are never read. There is
-            no gradient.
+            share a page: its gradient is the sum over them. Pages and table entries past a
+            sequence's length are never read. There is no forward mode and no second derivative.
         max_q: The largest number of rows of a sequence. None reads it from the offsets, which waits
             for a GPU. Compiled code cannot read offsets and takes T: pass max_q there if there is a
             mask.
@@ -750,7 +750,7 @@ def _options(
 ) -> tuple[Options, Options]:
     """The options of a call without gradients, and of the same call with gradients."""
     try:
-        alignment = _ALIGNMENTS[causal]
+        alignment = CAUSAL[causal]
     except (KeyError, TypeError):
         expected = 'False, True, "top_left" or "bottom_right"'
         raise ValueError(f"causal: got {causal!r}, expected {expected}") from None

@@ -33,8 +33,9 @@ inline int64_t bad_extent(const FaCall& call, int64_t pass) {
     check(FA_WRITES_WEIGHTS, p.weights, {p.B, p.average_heads ? 1 : p.H, p.M, p.N});
   if (pass == FA_BACKWARD || pass == FA_WEIGHTS_BACKWARD || pass == FA_SECOND) {
     check(FA_WRITES_DQ, p.dq, {B, p.H, M, p.D});
-    check(FA_WRITES_DK, p.dk, {B, p.Hk, N, p.D});
-    check(FA_WRITES_DV, p.dv, {B, p.Hk, N, p.Dv});
+    const int64_t items = p.page ? p.P : B, keys = p.page ? p.page : N;
+    check(FA_WRITES_DK, p.dk, {items, p.Hk, keys, p.D});
+    check(FA_WRITES_DV, p.dv, {items, p.Hk, keys, p.Dv});
     check(FA_WRITES_DMASK, p.dmask, {p.B, p.H, p.M, p.N}, true);
     check(FA_WRITES_DSINKS, p.dsinks, {p.cu_q ? p.B : 1, p.H, 1, 1});
   }

@@ -7,15 +7,25 @@
 #include "backward/backward.h"
 #include "backward/backward_jvp.h"
 #include "backward/few_gradients.h"
+#include "backward/paged_gradients.h"
 #include "forward/decode.h"
 #include "forward/forward.h"
 #include "forward/jvp.h"
 #include "forward/weights.h"
+#include "selection/lightning_index.h"
 
 namespace fa {
 namespace FA_ISA {
 
+template <class Mul>
+IndexerTasks indexer_with(const FaIndexer& p) {
+  using Index = LightningIndex<Mul>;
+  return {Index::tasks(p), Index::scratch(p), Index::run};
+}
+
 #if defined(FA_AMX)
+IndexerTasks indexer_tasks(const FaIndexer& p) { return indexer_with<Amx<1>>(p); }
+
 template <int P>
 Plan plan_with(const Params& p, int64_t pass) {
   switch (pass) {
@@ -47,6 +57,13 @@ bool decodes(const Params& p) {
   return !p.row_invariant && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
 }
 #else
+IndexerTasks indexer_tasks(const FaIndexer& p) {
+#if defined(__AVX512BF16__)
+  if (p.q.dtype == FA_BF16) return indexer_with<PairedBf16>(p);
+#endif
+  return indexer_with<Plain<float>>(p);
+}
+
 template <class Mul>
 Plan plan_with(const Params& p, int64_t pass) {
   using Tangent = Jvp<typename Mul::Real>;
@@ -65,6 +82,7 @@ Plan plan_with(const Params& p, int64_t pass) {
     case FA_WEIGHTS:
       return Weights<Mul>::plan(p);
     case FA_BACKWARD:
+      if (p.page) return PagedGradients<Mul>::plan(p);
       return FewGradients<Mul>::suit(p) ? FewGradients<Mul>::plan(p) : Backward<Mul>::plan(p);
     default:
       return Backward<Mul>::plan(p);

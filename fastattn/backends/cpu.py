@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, get_num_threads
 
-from ..call.spec import Feature, Tensors
+from ..call.spec import DIFFERENTIABLE, AttentionSpec, Feature, Tensors
 from ..call.validation import DTYPES
 from ..score_mods.encoding import encode
-from .base import BAD_INDEX, COMMON_FEATURES, Support, check_values, register
+from .base import BAD_INDEX, COMMON_FEATURES, Support, check_values, empty_dense, register
 from .native import libraries
 from .native.extents import refused
 from .native.marshalling import launch
-from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert
+from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert, in_grad_order, prepared
+from .per_sequence import backward_in_turn
 
 
 class Cpu(Launcher):
@@ -26,6 +30,7 @@ class Cpu(Launcher):
             | Feature.INVARIANT
             | Feature.QUANTISED
             | Feature.TANGENTS
+            | Feature.PAGED_GRAD
             | Feature.UNROUNDED
             | Feature.SCORE_MOD
         ),
@@ -33,6 +38,52 @@ class Cpu(Launcher):
 
     def unavailable(self) -> str | None:
         return libraries.cpu_unavailable()
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        out: Tensor,
+        normaliser: Tensor,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        needs_grad: Sequence[str],
+    ) -> dict[str, Tensor]:
+        if not spec.paged:
+            return super().backward(spec, t, out, normaliser, dout, dlse, needs_grad)
+        dout = torch.zeros_like(out) if dout is None else dout
+        given = out, normaliser, dout, dlse
+        # The kernels have sequences of one row, which select their keys.
+        if spec.M > 1 or spec.given & {"mask"} or spec.score_mod:
+            grads = backward_in_turn(self, spec, t, *given, needs_grad)
+        else:
+            grads = self._of_single_rows(spec, t, *given, needs_grad)
+        return in_grad_order(spec, {name: grads[name] for name in needs_grad}, t)
+
+    def _of_single_rows(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        out: Tensor,
+        normaliser: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_grad: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """Gradients of sequences of one row. Kernels add to the gradients of pages."""
+        grads = {"q": empty_dense(t.q, t.q.shape, spec.stored(spec.dtype), spec.grad_order)}
+        for name in ("k", "v"):
+            x = t.given(name)
+            grads[name] = empty_dense(x, x.shape, spec.acc_dtype, spec.grad_order).zero_()
+        given = (out, normaliser, dout, dlse, *map(grads.get, DIFFERENTIABLE))
+        self._launch(libraries.BACKWARD, prepared(spec), t, given)
+        if "sinks" in needs_grad:
+            sinks = t.given("sinks").to(spec.acc_dtype)[:, None]
+            delta = (out.to(spec.acc_dtype) * dout.to(spec.acc_dtype)).sum(-1)[0]
+            delta = delta if dlse is None else delta - dlse[0]
+            share = torch.exp((sinks - normaliser[0, 0]) - normaliser[1, 0])
+            grads["sinks"] = -(share * delta).sum(-1)
+        return grads
 
     def _launch(
         self, which: int, like: Prepared, t: Tensors, after: tuple[Tensor | None, ...]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, empty, get_num_threads
 
 from ..call.spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tangents, Tensors
-from .base import Layout, dense_layout
+from .base import Layout, dense_layout, in_order
 from .native import libraries
 from .native.extents import refused
 from .native.marshalling import pack, places
@@ -76,7 +76,7 @@ class Launcher:
             dout = t.q.new_zeros(()).expand(out.shape)
         if spec.packed and "mask" in needs_grad and _copies(spec, t.given("mask")) > ROOM:
             found = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, needs_grad)
-            return {name: x.to(t.given(name).dtype) for name, x in found.items()}
+            return in_grad_order(spec, found, t)
         grads = self._gradients(spec, t, needs_grad)
         given = (out, normaliser, dout, dlse)
         self._launch(
@@ -140,7 +140,7 @@ class Launcher:
         if spec.packed and "mask" in needs_grad and _copies(spec, t.given("mask")) > ROOM:
             given = (dout, dlse, dout_t, dlse_t)
             found = second_in_turn(self, spec, t, tangents, outs, given, needs_grad)
-            return {name: x.to(t.given(name).dtype) for name, x in found.items()}
+            return in_grad_order(spec, found, t)
         grads = self._gradients(spec, t, needs_grad)
         given = (*outs, *_tangents(spec, tangents), dout, dlse, dout_t, dlse_t)
         self._launch(libraries.SECOND, prepared(spec), t, (*given, *map(grads.get, DIFFERENTIABLE)))
@@ -263,6 +263,16 @@ def _by_sequence(spec: AttentionSpec, name: str, x: Tensor) -> tuple[int, ...]:
     letters = ARGUMENTS[name].shapes[0].split()
     shape = (1,) * (len(letters) - x.ndim) + tuple(x.shape)  # a mask may have fewer dimensions
     return (spec.B, *(shape[1:] if "B" in letters else shape))
+
+
+def in_grad_order(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dict[str, Tensor]:
+    """Gradients in the dtypes of their tensors, and those of q, k and v in `grad_order`."""
+    found = {}
+    for name, grad in grads.items():
+        grad = grad.to(spec.stored(t.given(name).dtype))
+        strided = ARGUMENTS[name].passed_as == "strided"
+        found[name] = in_order(grad, spec.grad_order) if strided else grad
+    return found
 
 
 def _as_inputs(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dict[str, Tensor]:

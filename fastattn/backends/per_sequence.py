@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..call.quantisation import dequantised
 from ..call.scalars import whole
@@ -177,9 +178,22 @@ def _summed(
     for one in sequences(spec, t):
         found = of(one)
         for name in needs_grad:
-            own = _own(name, grads[name], one, spec)
-            own += found[name].to(spec.acc_dtype)
+            grad = found[name].to(spec.acc_dtype)
+            if spec.paged and name in ("k", "v"):
+                _add_to_pages(grads[name], grad, one, t, spec)
+            else:
+                own = _own(name, grads[name], one, spec)
+                own += grad
     return grads
+
+
+def _add_to_pages(pages: Tensor, grad: Tensor, one: Sequence, t: Tensors, spec: AttentionSpec):
+    """Add the gradient of a sequence's keys or values (1,Hk,length,D) to that of their pages
+    (P,Hk,page,D)."""
+    count = -(-grad.shape[2] // spec.page)
+    table = t.given("block_table")[one.spec.at_item - spec.at_item, :count]
+    grad = F.pad(grad[0], (0, 0, 0, count * spec.page - grad.shape[2]))
+    pages.index_add_(0, table, grad.unflatten(1, (count, spec.page)).transpose(0, 1))
 
 
 def _own(name: str, x: Tensor, one: Sequence, spec: AttentionSpec) -> Tensor:

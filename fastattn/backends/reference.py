@@ -40,7 +40,9 @@ class Reference:
         devices=None,
         dtypes=frozenset(DTYPES),
         max_head_dim=None,
-        features=COMMON_FEATURES | OF_TENSORS | Feature.TANGENTS | Feature.UNROUNDED,
+        features=(
+            COMMON_FEATURES | OF_TENSORS | Feature.TANGENTS | Feature.UNROUNDED | Feature.PAGED_GRAD
+        ),
     )
 
     def unavailable(self) -> None:

@@ -44,6 +44,7 @@ class Feature(enum.Flag):
     PLACE = enum.auto()  # the call is a part of a larger one
     PACKED = enum.auto()  # sequences of different lengths, one after the other
     PAGED = enum.auto()  # keys and values in pages, found by a table
+    PAGED_GRAD = enum.auto()  # backward through pages
     INVARIANT = enum.auto()  # a row's bits do not depend on how many rows the call has
     QUANTISED = enum.auto()  # keys and values in eight bits, a scale for each row
     TANGENTS = enum.auto()  # the passes of forward mode and of second derivatives
@@ -64,7 +65,8 @@ MEANING = {  # the rows of the support table, for readers
     Feature.GRAD: "backward, with a loss on the LSE too",
     Feature.PLACE: "place: the call is a part of a larger one",
     Feature.PACKED: "attention_packed: sequences of different lengths (cu_seqlens)",
-    Feature.PAGED: "block_table: keys and values in pages, without gradient",
+    Feature.PAGED: "block_table: keys and values in pages",
+    Feature.PAGED_GRAD: "backward with block_table, and of attention_selected",
     Feature.INVARIANT: "row_invariant: decoding has the bits of the whole",
     Feature.QUANTISED: "k_scale, v_scale: keys and values of int8 or float8, without gradient",
     Feature.TANGENTS: "forward mode (jvp) and second derivatives",
@@ -334,6 +336,7 @@ class AttentionSpec:
     mask_dtype: torch.dtype | None = None
     needs_grad: bool = False
     tangents: bool = False  # asks for the passes that take `Tangents`
+    paged_grad: bool = False  # asks for the backward pass of keys and values in pages
     weights: bool = False  # asks for the probabilities
     average_heads: bool = False
     constant_lse: bool = False
@@ -391,6 +394,7 @@ class AttentionSpec:
             Feature.WEIGHTS: self.weights,
             Feature.GRAD: self.needs_grad,
             Feature.TANGENTS: self.tangents,
+            Feature.PAGED_GRAD: self.paged_grad,
             Feature.INVARIANT: self.row_invariant,
             Feature.UNROUNDED: self.acc_dtype_out,
             Feature.SCORE_MOD: bool(self.score_mod),

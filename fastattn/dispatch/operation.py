@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..backends.base import Backend, WithTangents, choose, empty_dense
+from ..backends.base import Backend, WithTangents, choose, empty_dense, why_not
 from ..backends.native.marshalling import Kind
 from ..call.spec import (
     ARGUMENTS,
@@ -91,6 +91,18 @@ def _plan_tangents(
     return spec, cast(WithTangents, backend)
 
 
+@functools.lru_cache(maxsize=MAX_PLANS)
+def _plan_paged_grad(
+    spec: AttentionSpec, forward: str, device: torch.device
+) -> tuple[AttentionSpec, Backend]:
+    """The backward pass of pages runs on the backend of forward if that has it, else on the first
+    that has it; dropout draws match."""
+    spec = dataclasses.replace(spec, paged_grad=True)
+    backend = choose(spec, "" if why_not(forward, spec) else forward, device)
+    _log(spec, backend)
+    return spec, backend
+
+
 def _log(spec: AttentionSpec, backend: Backend) -> None:
     if os.environ.get("FASTATTN_LOG") == "1":
         print(f"fastattn: {backend.name} runs {spec}", file=sys.stderr)
@@ -105,6 +117,7 @@ def forget_plans() -> None:
     """Forget all plans, so that calls choose a backend again; for use after the backends change."""
     _plans.clear()
     _plan_tangents.cache_clear()
+    _plan_paged_grad.cache_clear()
 
 
 def run_forward(op: Operation, t: Tensors, o: Options, kind: Kind | None) -> tuple[Tensor, ...]:
@@ -127,7 +140,9 @@ def run_backward(
     if grads[0] is None and all(grad is None for grad in grads):
         given = map(t.given, needs_grad)
         return [torch.zeros_like(x, dtype=spec.stored(x.dtype)) for x in given]
-    _need_derivatives(spec)
+    _need_gradient(spec)
+    if spec.paged:
+        spec, backend = _plan_paged_grad(spec, backend.name, t.q.device)
     found = op.backward(backend, spec, t, outs, grads, needs_grad)
     return [found[name] for name in needs_grad]
 
@@ -181,7 +196,12 @@ def _planned_for_tangents(
     spec, _ = plan(t, o, kind)
     if kind is None:
         need_memory(t)
-    _need_derivatives(spec)
+    _need_gradient(spec)
+    if spec.paged:
+        raise NotImplementedError(
+            "attention over keys and values in pages (block_table) has a first derivative in "
+            "reverse mode and no other: for others, give keys one after the other, with cu_k"
+        )
     if spec.acc_dtype_out:
         raise NotImplementedError("unrounded results have no derivative but the first in reverse")
     captures = captures or tangents.captured_floats is not None
@@ -198,12 +218,7 @@ def need_tangents(op: Operation) -> None:
         )
 
 
-def _need_derivatives(spec: AttentionSpec) -> None:
-    if spec.paged:
-        raise NotImplementedError(
-            "attention over keys and values in pages (block_table) has no gradient: to train, give "
-            "them one after the other, with cu_k"
-        )
+def _need_gradient(spec: AttentionSpec) -> None:
     if spec.storage is not None:
         raise NotImplementedError(
             f"attention over keys and values of {spec.storage} (k_scale, v_scale) has no gradient: "

@@ -265,8 +265,8 @@ def flash_attn_varlen_func(
         alibi_slopes, deterministic, return_attn_probs: As in `flash_attn_func`.
         block_table: The pages of each sequence: key j of sequence b is in page block_table[b, j //
             page]. Pages may have any size. Entries past a sequence's keys are never read; other
-            entries out of range raise on a CPU and are clamped elsewhere. With a block_table there
-            are no gradients, as in flash-attn.
+            entries out of range raise on a CPU and are clamped elsewhere. Gradients are summed over
+            the sequences that share a page; flash-attn has none.
         s_aux: As in `flash_attn_func`.
 
     Shape:

@@ -76,9 +76,9 @@ class CacheArguments(TypedDict, total=False):
 class KVCache:
     """Keep the keys (B,Hk,N,D) and values (B,Hk,N,Dv) of B items, each with its own length.
 
-    `fork` shares pages until one side writes. `copy.copy` is `fork`. There is no gradient: appended
-    tensors are detached, and asking for the gradient of q raises. Under autocast, inputs are cast
-    to the cache's dtype. Only one thread at a time may use a cache and its forks.
+    `fork` shares pages until one side writes. `copy.copy` is `fork`. Appended tensors are detached:
+    keys and values are constants, and q has a gradient (none in eight bits). Under autocast, inputs
+    are cast to the cache's dtype. Only one thread at a time may use a cache and its forks.
 
     Numbers of eight bits (see storage) have a float32 scale for each token's head vector, which
     kernels read. A vector with a NaN or an infinity is stored as NaN. For normally distributed data

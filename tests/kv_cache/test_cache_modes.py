@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn import KVCache, Place
+from fastattn import KVCache, Place, attention
 from tests.kv_cache.test_cache import DV, HK, B, D, H, Model
 from tests.support.backends import not_interpreted
 
@@ -37,8 +37,20 @@ def test_any_mode():
         out = cache.attention(q.bfloat16())
     assert out.dtype == torch.float32
     assert torch.equal(out, cache.attention(q.bfloat16().float()))
-    with pytest.raises(NotImplementedError, match="has no gradient"):
-        cache.attention(q.requires_grad_()).sum().backward()
+
+
+def test_the_gradient_of_q():
+    """Keys and values are constants."""
+    k, v = torch.randn(B, HK, 5, D), torch.randn(B, HK, 5, DV)
+    cache = KVCache(B, HK, D, value_dim=DV, capacity=8, page_size=4)
+    cache.append(k.requires_grad_(), v)
+    for rows in (1, 3):
+        q = torch.randn(B, H, rows, D, requires_grad=True)
+        grads = [
+            torch.autograd.grad(out.sin().sum(), q)[0]
+            for out in (cache.attention(q), attention(q, k, v, causal="bottom_right"))
+        ]
+        torch.testing.assert_close(*grads)
 
 
 def test_earlier_tables_and_lengths_stay_unchanged():

@@ -213,15 +213,6 @@ def test_a_table_without_columns(name):
 
 
 @not_interpreted
-def test_pages_have_no_gradient():
-    given = some()
-    given["k"] = given["k"].clone().requires_grad_()
-    out = fastattn.attention_packed(**given)
-    with pytest.raises(NotImplementedError, match=r"block_table.*no gradient"):
-        out.sum().backward()
-
-
-@not_interpreted
 def test_other_threads_run_during_a_long_call():
     """Brief calls keep the GIL; whether a call is brief depends on the number of its pages."""
     for blocks, brief in ((2, True), (2000, False)):

@@ -26,6 +26,7 @@ namespace fa {
   namespace isa {                                                                        \
   Plan make_plan(const Params& p, int64_t pass);                                         \
   bool decodes(const Params& p);                                                         \
+  IndexerTasks indexer_tasks(const FaIndexer& p);                                        \
   double measure_peak(int64_t dtype, double s, double (*)());                            \
   void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n); \
   }
@@ -53,6 +54,7 @@ struct Isa {
   const char* (*unit)(const Params&);  // the set that runs this call; for some it is another
   bool (*runs_here)();
   MakePlan make_plan;
+  IndexerTasks (*indexer_tasks)(const FaIndexer&);
   bool (*decodes)(const Params&);  // does Choice's `decoding` run this call?
   double (*measure_peak)(int64_t, double, double (*)());
   void (*vector_function)(int64_t, int64_t, const void*, void*, int64_t);
@@ -77,9 +79,9 @@ bool has_amx() { return has_avx512() && tiles_refused().empty(); }
 #endif
 bool always() { return true; }
 
-#define FA_KERNELS(isa, runs_here)                                                   \
-  #isa, [](const Params&) { return #isa; }, runs_here, isa::make_plan, isa::decodes, \
-      isa::measure_peak, isa::vector_function
+#define FA_KERNELS(isa, runs_here)                                                         \
+  #isa, [](const Params&) { return #isa; }, runs_here, isa::make_plan, isa::indexer_tasks, \
+      isa::decodes, isa::measure_peak, isa::vector_function
 #if defined(FA_HAS_TILES)
 // Float64 has no planes for tiles, and float32 is taken off tiles on request: these run on the
 // vectors of avx512. So do calls with a scale so large that products below the least normal number,
@@ -95,12 +97,16 @@ bool on_tiles(const Params& p) {
 Plan tiled_plan(const Params& p, int64_t pass, MakePlan tiles) {
   if (pass == FA_FORWARD_JVP) return tiles(p, FA_FORWARD).then(avx512::make_plan(p, FA_JVP));
   if (pass == FA_SECOND) pass |= kOtherScores;
+  if (shares_pages(p, pass)) return avx512::make_plan(p, pass);
   return (pass < FA_JVP ? tiles : avx512::make_plan)(p, pass);
 }
 #define FA_TILED_KERNELS(isa, runs_here)                                                       \
   #isa, [](const Params& p) { return on_tiles(p) ? #isa : "avx512"; }, runs_here,              \
       [](const Params& p, int64_t pass) {                                                      \
         return on_tiles(p) ? tiled_plan(p, pass, isa::make_plan) : avx512::make_plan(p, pass); \
+      },                                                                                       \
+      [](const FaIndexer& p) {                                                                 \
+        return (p.q.dtype == FA_BF16 ? isa::indexer_tasks : avx512::indexer_tasks)(p);         \
       },                                                                                       \
       [](const Params& p) { return (on_tiles(p) ? isa::decodes : avx512::decodes)(p); },       \
       [](int64_t dtype, double s, double (*now)()) {                                           \
@@ -205,11 +211,9 @@ class ScratchMemory {
 bool forked = false;
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
-// Runs phase `at` of every call, each call's tasks in their order. Waking a thread costs what a
-// million multiply-adds do.
-bool run_phase(const Calls& calls, int at) {
-  const int64_t tasks = calls.tasks(at);
-  const size_t scratch_size = calls.scratch(at);
+// Runs tasks in their order: run(task, scratch).
+template <class Run>
+bool run_tasks(int64_t tasks, size_t scratch_size, int64_t threads, const Run& run) {
   std::atomic<int64_t> next{0}, done{0};
   const auto work = [&] {
     static thread_local ScratchMemory memory;
@@ -217,21 +221,28 @@ bool run_phase(const Calls& calls, int at) {
     if (scratch_size && !scratch) return;  // the other threads take its share
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
       if (poisoned && scratch) std::memset(scratch, 0xFF, scratch_size);
-      calls.run(at, task, scratch);
+      run(task, scratch);
       done.fetch_add(1, std::memory_order_relaxed);
     }
     memory.trim();
   };
-  const double worth = 1 + calls.work() / (1 << 20);
-  int64_t threads = std::min(calls.threads(), tasks);
-  if (worth < threads) threads = static_cast<int64_t>(worth);
-  if (forked) threads = 1;
+  threads = forked ? 1 : std::min(threads, tasks);
   if (threads <= 1) {
     work();
   } else {
     on_threads(threads, work);
   }
   return done == tasks;
+}
+
+// Runs phase `at` of every call, each call's tasks in their order. Waking a thread costs what a
+// million multiply-adds do.
+bool run_phase(const Calls& calls, int at) {
+  const double worth = 1 + calls.work() / (1 << 20);
+  int64_t threads = calls.threads();
+  if (worth < threads) threads = static_cast<int64_t>(worth);
+  return run_tasks(calls.tasks(at), calls.scratch(at), threads,
+                   [&](int64_t task, char* scratch) { calls.run(at, task, scratch); });
 }
 
 int64_t run_calls(Calls& calls, void* workspace) {
@@ -256,6 +267,42 @@ int64_t bad_values(const Params& p) {
   return p.page && !pages_exist(p) ? FA_BAD_PAGE : FA_OK;
 }
 
+int64_t run_pass(const Params& p, int64_t pass) {
+  Calls calls(p, pass, [&](const Params& one) { return make_plan(one, pass); });
+  const bool given = p.workspace || !calls.workspace();
+  static thread_local ScratchMemory memory;
+  void* workspace = given ? p.workspace : memory.get(calls.workspace());
+  if (!given && !workspace) return FA_NO_MEMORY;
+  const int64_t status = run_calls(calls, workspace);
+  if (!given) memory.trim();
+  return status;
+}
+
+// How many sequences of a packed batch run together. Each has a plan, or a part of the workspace;
+// with very many of them all of these would take more memory than the results.
+int64_t at_once(const Params& p, int64_t pass) {
+  constexpr int64_t most = 4096, bytes_per_thread = int64_t{4} << 20;
+  if (!shares_pages(p, pass)) return most;
+  Params one = p;
+  one.B = 1;
+  const int64_t each = std::max<int64_t>(make_plan(one, pass).workspace, 1);
+  return std::max<int64_t>(bytes_per_thread * std::max<int64_t>(p.threads, 1) / each, 1);
+}
+
+int64_t run_sequences(const Params& p, int64_t pass) {
+  if (!p.cu_q || p.B == 0) return run_pass(p, pass);
+  const int64_t most = at_once(p, pass);
+  if (p.B <= most) return run_pass(p, pass);
+  int64_t status = FA_OK;
+  for (int64_t first = 0; first < p.B && status == FA_OK; first += most) {
+    Params some = p;
+    begin_at(some, first);
+    some.B = std::min(most, p.B - first);
+    status = run_pass(some, pass);
+  }
+  return status;
+}
+
 double thread_seconds() {
   timespec t;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -274,7 +321,7 @@ int64_t fa_cpu_max_head_dim(void) { return FA_CPU_MAX_HEAD_DIM; }
 int64_t fa_cpu_workspace(const FaCall* call, int64_t pass) {
   const fa::Params p{call->params, call->mod};
   if (fa::bad_values(p) != FA_OK) return 0;
-  const fa::Calls calls(p, [&](const fa::Params& one) { return fa::make_plan(one, pass); });
+  const fa::Calls calls(p, pass, [&](const fa::Params& one) { return fa::make_plan(one, pass); });
   return static_cast<int64_t>(calls.workspace());
 }
 
@@ -285,17 +332,19 @@ int64_t fa_cpu_run(const FaCall* call, int64_t pass) {
   int64_t outside = 0;
   p.mod.outside = &outside;
   try {
-    fa::Calls calls(p, [&](const fa::Params& one) { return fa::make_plan(one, pass); });
-    const bool given = p.workspace || !calls.workspace();
-    static thread_local fa::ScratchMemory memory;
-    void* workspace = given ? p.workspace : memory.get(calls.workspace());
-    const bool found = given || workspace;
-    const int64_t status = found ? fa::run_calls(calls, workspace) : int64_t{FA_NO_MEMORY};
-    if (!given) memory.trim();
+    const int64_t status = fa::run_sequences(p, pass);
     return status == FA_OK && outside ? int64_t{FA_BAD_INDEX} : status;
   } catch (const std::bad_alloc&) {  // a batch of very many sequences
     return FA_NO_MEMORY;
   }
+}
+
+int64_t fa_cpu_index(const FaIndexer* p) {
+  const fa::IndexerTasks tasks = fa::chosen.load()->isa->indexer_tasks(*p);
+  const bool done =
+      fa::run_tasks(tasks.count, tasks.scratch, p->threads,
+                    [&](int64_t task, char* scratch) { tasks.run(*p, task, scratch); });
+  return done ? FA_OK : FA_NO_MEMORY;
 }
 
 const char* fa_cpu_isas(void) {

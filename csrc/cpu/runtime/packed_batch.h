@@ -8,9 +8,8 @@
 #include <numeric>
 #include <vector>
 
-#include "../../common/item_size.h"
 #include "../base/plan.h"
-#include "../score/score_mod_ops.h"
+#include "../score/sequence.h"
 
 namespace fa {
 
@@ -30,47 +29,14 @@ inline bool pages_exist(const Params& p) {
   return true;
 }
 
-inline FaTensor moved(FaTensor t, int dimension, int64_t by) {
-  if (t.data) t.data = static_cast<char*>(t.data) + by * t.stride[dimension] * item_size(t.dtype);
-  return t;
-}
-
-// Sequence b of a packed batch.
-inline Params sequence(const Params& p, int64_t b) {
-  using Field = FaTensor Params::*;
-  using P = Params;
-  Params one = p;
-  for (Field rows : {&P::q, &P::lse, &P::out, &P::dq, &P::dout, &P::dlse, &P::q_t, &P::out_t,
-                     &P::lse_t, &P::dout_t, &P::dlse_t})
-    one.*rows = moved(p.*rows, 2, p.cu_q[b]);
-  if (p.page) {  // N is the number of keys that it has
-    one.pages = p.pages + b * p.blocks;
-    one.N = p.lengths[b];
-    one.lengths = nullptr;
-  } else {
-    for (Field keys : {&P::k, &P::v, &P::k_scale, &P::v_scale, &P::dk, &P::dv, &P::k_t, &P::v_t})
-      one.*keys = moved(p.*keys, 2, p.cu_k[b]);
-    one.N = p.cu_k[b + 1] - p.cu_k[b];
-    if (p.lengths) one.lengths = p.lengths + b;
-  }
-  for (Field items : {&P::mask, &P::slopes, &P::dmask, &P::dsinks, &P::mask_t})
-    one.*items = moved(p.*items, 0, b);
-  one.cu_q = one.cu_k = nullptr;
-  one.B = 1;
-  one.M = p.cu_q[b + 1] - p.cu_q[b];
-  one.at_item = p.at_item + b;
-  one.mod.classes = moved(p.mod.classes, 0, b);
-  if (p.mod.dfloats)
-    one.mod.dfloats =
-        static_cast<char*>(p.mod.dfloats) + b * captured_floats(p.mod) * item_size(p.lse.dtype);
-  return one;
-}
+// The gradients of pages, which sequences share, are sums over sequences: one plan has them all.
+inline bool shares_pages(const Params& p, int64_t pass) { return pass == FA_BACKWARD && p.page; }
 
 class Calls {
  public:
   template <class MakePlan>
-  Calls(const Params& p, MakePlan make_plan) : threads_(p.threads) {
-    if (!p.cu_q) {
+  Calls(const Params& p, int64_t pass, MakePlan make_plan) : threads_(p.threads) {
+    if (!p.cu_q || shares_pages(p, pass)) {
       alone_.p = p;
       begin_ = &alone_;
       count_ = 1;
@@ -84,7 +50,7 @@ class Calls {
     for (Call& call : *this) {
       // Its share of the threads: tasks are as large as those of a batch.
       const double share = work_of(call.p) / work_;
-      if (p.cu_q) call.p.threads = static_cast<int64_t>(std::ceil(p.threads * share));
+      if (begin_ != &alone_) call.p.threads = static_cast<int64_t>(std::ceil(p.threads * share));
       call.plan = make_plan(call.p);
       call.workspace = workspace_;
       workspace_ += (call.plan.workspace + 63) / 64 * 64;

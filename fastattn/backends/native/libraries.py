@@ -152,6 +152,7 @@ class CpuLibrary(Library):
     workspace: Entry
     run: Entry
     run_at: int
+    index: Entry
     isas: Entry
     isa: Entry
     why: Entry
@@ -168,6 +169,7 @@ class CpuLibrary(Library):
         self.workspace = self.entry("fa_cpu_workspace", integer, params, integer)
         self.run = self.entry("fa_cpu_run", integer, params, integer)
         self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
+        self.index = self.entry("fa_cpu_index", integer, params)
         self.isas = self.entry("fa_cpu_isas", text)
         self.isa = self.entry("fa_cpu_isa", text)
         self.why = self.entry("fa_cpu_why", text)
