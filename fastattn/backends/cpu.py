@@ -11,6 +11,7 @@ from ..call.spec import DIFFERENTIABLE, AttentionSpec, Feature, Tensors
 from ..call.validation import DTYPES
 from ..score_mods.encoding import encode
 from .base import BAD_INDEX, COMMON_FEATURES, Support, check_values, empty_dense, register
+from .gathered_pages import Rows, sink_gradient
 from .native import libraries
 from .native.extents import refused
 from .native.marshalling import launch
@@ -78,11 +79,8 @@ class Cpu(Launcher):
         given = (out, normaliser, dout, dlse, *map(grads.get, DIFFERENTIABLE))
         self._launch(libraries.BACKWARD, prepared(spec), t, given)
         if "sinks" in needs_grad:
-            sinks = t.given("sinks").to(spec.acc_dtype)[:, None]
-            delta = (out.to(spec.acc_dtype) * dout.to(spec.acc_dtype)).sum(-1)[0]
-            delta = delta if dlse is None else delta - dlse[0]
-            share = torch.exp((sinks - normaliser[0, 0]) - normaliser[1, 0])
-            grads["sinks"] = -(share * delta).sum(-1)
+            rows = Rows(t.q, out, dout, normaliser, dlse)
+            grads["sinks"] = sink_gradient(t.given("sinks"), rows)
         return grads
 
     def _launch(

@@ -11,8 +11,10 @@ from torch import Tensor
 from ..call.spec import AttentionSpec, Feature, Tensors
 from . import gpu
 from .base import COMMON_FEATURES, Support
+from .gathered_pages import backward_of_pages
 from .gpu import on
-from .native_launcher import prepared
+from .native_launcher import in_grad_order, prepared
+from .per_sequence import backward_in_turn
 from .triton_support import tile_configs
 from .triton_support.index_check import check_indices
 from .triton_support.job import Job
@@ -32,6 +34,7 @@ class Triton:
         | Feature.INVARIANT
         | Feature.QUANTISED
         | Feature.UNROUNDED
+        | Feature.PAGED_GRAD
         | Feature.SCORE_MOD,
     )
 
@@ -66,6 +69,13 @@ class Triton:
             dout = torch.zeros_like(out, dtype=spec.dtype)
         elif dout.stride(-1) != 1:  # out.sum() expands one number: no wide loads, no descriptor
             dout = dout.contiguous()
+        if spec.paged:
+            given = out, normaliser, dout, dlse
+            masked = spec.given & {"mask"} or spec.score_mod
+            grads = (backward_in_turn if masked else backward_of_pages)(
+                self, spec, t, *given, needs_grad
+            )
+            return in_grad_order(spec, grads, t)
         with on(t.q.device):
             job = Job(spec, t, dout)
             job.find_delta(out, normaliser, dlse)

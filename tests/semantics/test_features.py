@@ -58,7 +58,7 @@ def test_cases_cover_the_declared_features():
     required = spec.Feature.WEIGHTS | spec.Feature.GRAD  # tested by test_weights, and by every case
     # Tested by test_packed, test_paged, test_row_invariant, test_unrounded and test_storage.
     required |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
-    required |= spec.Feature.UNROUNDED
+    required |= spec.Feature.UNROUNDED | spec.Feature.PAGED_GRAD  # the latter by test_selected
     required |= spec.Feature.SCORE_MOD  # by test_functions_of_attention
     required |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
     for features in SINGLES:
