@@ -96,6 +96,8 @@ def _add_measurements(add: Add) -> None:
 
     latent = add("latent", "latent attention (MLA): beside matrix products, keys of heads, torch")
 
+    selected = add("selected", "keys that rows select: beside gathered keys, a mask, products")
+
     models = add("models", "whole models, fastattn beside sdpa: Llama, Mistral, ViT, an encoder")
     models.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
 
@@ -106,7 +108,10 @@ def _add_measurements(add: Add) -> None:
     distributed.add_argument("--simulate", action="store_true", help="only the simulation")
     distributed.add_argument("--plot", action="store_true", help="draw where each strategy wins")
 
-    rows, racing = (decode, few_rows), (serving, flex, latent, models, derivatives, distributed)
+    rows, racing = (
+        (decode, few_rows),
+        (*(serving, flex, latent, selected, models, derivatives, distributed),),
+    )
     for measuring in (sweep, *rows, mha, overhead, memory, targets, subnormals, *racing):
         measuring.add_argument("--save", action="store_true", help="save in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
@@ -120,7 +125,7 @@ def _add_measurements(add: Add) -> None:
         measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
     for measuring in (sweep, decode, memory, models, derivatives, distributed):
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
-    for measuring in (sweep, *rows, subnormals, serving, flex, latent, models):
+    for measuring in (sweep, *rows, subnormals, serving, flex, latent, selected, models):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
 
 

@@ -27,6 +27,7 @@ from .benchmarks import (
     performance_targets,
     rank_scaling,
     second_order,
+    selected_keys,
     simulation,
     subnormal_cost,
     tiny_call,
@@ -43,6 +44,7 @@ from .reporting.results import Result
 from .static_gpu import ledger_report
 
 Options = argparse.Namespace
+Races = Callable[[Sequence[str]], Iterable[varlen.Race]]  # those of these dtypes
 PAGES = [results.FOLDER / "README.md"]
 
 
@@ -189,13 +191,12 @@ def latent(options: Options) -> int:
     return _of_races("latent", options, latent_attention.races, threads=1)
 
 
-def _of_races(
-    kind: str,
-    options: Options,
-    races: Callable[[Sequence[str]], Iterable[varlen.Race]],
-    **threads: int,
-) -> int:
-    """A command that measures races. races: those of these dtypes."""
+def selected(options: Options) -> int:
+    return _of_races("selected", options, selected_keys.races, threads=1)
+
+
+def _of_races(kind: str, options: Options, races: Races, **threads: int) -> int:
+    """A command that measures races."""
     dtypes = options.dtypes or BOTH
     with _result(kind, options, "cpu", tuple(dtypes)) as result:
         for race in races(dtypes):
@@ -364,7 +365,7 @@ def _compile(process: isolated_process.Process, cases: list[Case], passes: tuple
 
 def _finish(result: Result, options: Options) -> int:
     _print(console.summary(result))
-    races = ("serving", "flex", "latent", "models", "derivatives", "distributed")
+    races = ("serving", "flex", "latent", "selected", "models", "derivatives", "distributed")
     sections = ("cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
         # An incomplete run never replaces a committed file.

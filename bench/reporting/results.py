@@ -46,6 +46,7 @@ def start(
         "serving": [],
         "flex": [],
         "latent": [],
+        "selected": [],
         "models": [],
         "derivatives": [],
         "distributed": [],

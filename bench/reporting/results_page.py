@@ -208,6 +208,10 @@ def latent(results: Sequence[Result]) -> Iterator[str]:
     return _races(results, "latent")
 
 
+def selected(results: Sequence[Result]) -> Iterator[str]:
+    return _races(results, "selected")
+
+
 def models(results: Sequence[Result]) -> Iterator[str]:
     return _races(results, "models")
 
@@ -291,6 +295,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "serving": ("serving", serving),
     "flex": ("flex", flex),
     "latent": ("latent", latent),
+    "selected": ("selected", selected),
     "models": ("models", models),
     "derivatives": ("derivatives", derivatives),
     "distributed": ("distributed", distributed),

@@ -9,6 +9,7 @@
     python -m fastattn.examples.complexity           the paper's table of complexities, measured
     python -m fastattn.examples.flex_gallery         functions of flex_attention, drawn and timed
     python -m fastattn.examples.long_context         a sequence split over ranks, trained as on one
+    python -m fastattn.examples.sparse_lm            rows that select their keys, beside all keys
 
 Each takes --plot to save a picture, downloads nothing, and exits with status 1 if a claim fails.
 """

@@ -120,6 +120,8 @@ def _refusing(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
+        from . import transformers_selected  # imports transformers
+
         if requested_attention == NAME:
             if why := _why_not(type(self)):
                 raise ValueError(
@@ -130,6 +132,9 @@ def _refusing(original: Callable) -> Callable:
             for layer in transformers_latent.layers(type(self)):
                 if transformers_latent.original_of(layer) is None:
                     _wrap(layer, "expand_kv", transformers_latent.keeping_latent(NAME))
+            for indexer in transformers_selected.indexers(type(self)):
+                if not hasattr(indexer.forward, "made_by_fastattn_of"):
+                    _wrap(indexer, "forward", transformers_selected.choosing)
         return original(self, requested_attention, *args, **kwargs)
 
     return get_correct_attn_implementation
@@ -137,14 +142,15 @@ def _refusing(original: Callable) -> Callable:
 
 # Patterns of a model's source. _OWN: it looks up an attention class by name. _ELSE: pattern to the
 # reason why fastattn cannot run the model.
+_KEEPS = r"""attn_implementation in \("eager", "sdpa"\)"""  # a selection of keys; _GIVES: it does
+_GIVES = r"^\s+(indices=sparse_indices|block_indices=block_indices),"
+_PICKS = "this one picks keys, or has sinks, that it does not pass to other implementations"
 _OWN = r"_CLASSES\[\S*attn_implementation\]"
 _ELSE = {
-    # The model selects keys, and adds that selection to the mask only under "eager" and "sdpa", or
-    # only if the mask is a tensor; or it passes a sink for each row.
-    r"""attn_implementation in \("eager", "sdpa"\)|^\s+sinks="""
-    r"""|isinstance\(attention_mask, torch\.Tensor\) and kv""": (
-        "this one picks keys, or has sinks, that it does not pass to other implementations"
-    ),
+    # The model selects keys, and adds that selection to the mask only if that is a tensor; or it
+    # passes a sink for each row.
+    r"""^\s+sinks="""
+    r"""|isinstance\(attention_mask, torch\.Tensor\) and kv""": _PICKS,
     r"Attention\(config, is_causal=True": (
         "this one declares causal attention, but its eager attention is not causal"
     ),
@@ -166,6 +172,8 @@ def _why_not(kind: Any) -> str | None:
             continue
         if not base._can_set_attn_implementation() or re.search(_OWN, source):
             break
+        if re.search(_KEEPS, source) and not re.search(_GIVES, source, re.MULTILINE):
+            return _PICKS
         found = (why for sign, why in _ELSE.items() if re.search(sign, source, re.MULTILINE))
         return next(found, None)
     return "this one computes its own attention and would never call fastattn"

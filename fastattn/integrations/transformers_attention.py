@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import mla
 from ..api import attention, attention_packed, attention_weights, draw_seed
+from . import transformers_selected
 from .transformers_latent import heads
 from .transformers_masks import RELATIVE, StructuredMask
 from .transformers_paged import attend_pages
@@ -37,17 +38,25 @@ def attend(
     Without a mask, `is_causal` or else module.is_causal applies, aligned to the top left.
     position_bias (B,H,M,N) is added to scores; s_aux (H,) are sinks. If the mask has no padding,
     sequences given by cu_seq_lens_q and cu_seq_lens_k run as a packed batch. cache is the paged
-    cache of continuous batching; attention_mask is then ignored. Raises NotImplementedError for
-    the arguments indices, block_indices and sinks, which fastattn does not implement.
+    cache of continuous batching; attention_mask is then ignored. indices (B,M,S) and block_indices
+    (B,G,M,S) are the keys, or blocks of them, that a model selects. Raises NotImplementedError for
+    sinks of rows, and for what goes beside selected keys in no model.
     """
-    for name in ("indices", "block_indices", "sinks"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"{name}: got some, expected none: fastattn does not implement this argument; "
-                "leave this model at 'eager' or 'sdpa'"
-            )
+    if kwargs.get("sinks") is not None:
+        raise NotImplementedError(
+            "sinks: got some, expected none: fastattn has a sink for each head, not for each row; "
+            "leave this model at 'eager' or 'sdpa'"
+        )
     query, key, value, weights = heads(module, query, key, value, expand=cache is not None)
     given = _given(query, scaling, softcap, s_aux, dropout)
+    if (chosen := _selected(module, kwargs)) is not None:
+        if cache is not None or position_bias is not None or kwargs.get("output_attentions"):
+            raise NotImplementedError(
+                "indices: got some beside a paged cache, a position bias or output_attentions, "
+                "expected them alone; leave this model at 'eager' or 'sdpa'"
+            )
+        out = transformers_selected.attend(query, key, value, *chosen, attention_mask, given)
+        return (out if weights is None else mla.outputs(out, weights)).transpose(1, 2), None
     if cache is not None:
         asked = kwargs | dict(is_causal=is_causal, position_bias=position_bias)
         return attend_pages(module, query, key, value, cache, asked, given), None
@@ -72,6 +81,15 @@ def attend(
     if weights is not None:
         out = mla.outputs(out, weights)
     return out.transpose(1, 2), attention_weights(query, key, **given) if wants_weights else None
+
+
+def _selected(module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, int] | None:
+    """The keys or blocks that a model selects, and the size of a block."""
+    if (indices := kwargs.get("indices")) is not None:
+        return indices, 1
+    if (indices := kwargs.get("block_indices")) is not None:
+        return indices, module.indexer.block_size
+    return None
 
 
 def _given(query: Tensor, scaling: Any, softcap: Any, sinks: Any, dropout: float) -> dict[str, Any]:

@@ -65,6 +65,11 @@ class StructuredMask:
         return self.shape[3] == N and (alike or self.shape[2] == M)
 
     def __getitem__(self, where: Any) -> StructuredMask:
+        plain = isinstance(where, tuple) and all(isinstance(x, (int, slice)) for x in where)
+        without_head = (slice(None), 0), (slice(None), 0, slice(None), slice(None))
+        if plain and where in without_head and len(self.shape) == 4 and self.shape[1] == 1:
+            shape = (self.shape[0], *self.shape[2:])
+            return StructuredMask(shape, self.arguments, lambda: self.exact()[:, 0], self.starts)
         return of_tensor(self.exact()[where])
 
     def to(self, *args: Any, **kwargs: Any) -> StructuredMask:

@@ -39,7 +39,6 @@ def key_lists(
     seen = seen_keys(B, M, keys, lengths, causal, indices.device)[:, None, :]
     # `blocks` is no block and sorts last.
     found = torch.where((indices < 0) | (indices > blocks), blocks, indices)
-    found = torch.where(found * block < seen[..., None], found, blocks)
     found = _sorted_once(found, blocks)[..., : min(S, blocks)].to(torch.int64)
     inside = (seen[..., None] - found * block).clamp(0, block)
     return found.masked_fill(found == blocks, 0), inside.masked_fill(found == blocks, 0).sum(-1)

@@ -16,6 +16,7 @@ from bench.benchmarks import (
     latent_attention,
     rank_scaling,
     second_order,
+    selected_keys,
     simulation,
     subnormal_cost,
     varlen,
@@ -163,6 +164,16 @@ def test_latent_attention_is_held_against_products_and_keys_of_heads(tmp_path, m
     for row in result["latent"]:
         assert row["status"] == "ok", row
     assert len(list(results_page.latent([result]))) == 2 + len(result["latent"])
+
+
+def test_selected_keys_are_held_against_gathered_ones_and_products(tmp_path, monkeypatch):
+    real = selected_keys.races
+    monkeypatch.setattr(selected_keys, "races", lambda dtypes: real(dtypes, scale=1 / 64))
+    result = run(tmp_path, "selected", "--dtypes", "float32", "--seconds", "0.002")
+    assert len(result["selected"]) == 2 * 3 + 2 + len(selected_keys.INDEXERS)
+    for row in result["selected"]:
+        assert row["status"] == "ok", row
+    assert len(list(results_page.selected([result]))) == 2 + len(result["selected"])
 
 
 def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):

@@ -580,10 +580,10 @@ the derivative by products is forgotten: cpu/score/tile.h: score_mods
 a mask_mod hides before a bool mask shows: cpu/score/tile.h: score_mods
 -if (p.mod.code) ScoreMod<R>::mask(mod);
 +if (p.mod.code && !p.mask.data) ScoreMod<R>::mask(mod);
-classes of another sequence: cpu/runtime/packed_batch.h: score_mods
--one.mod.classes = moved(p.mod.classes, 0, b);
-+one.mod.classes = p.mod.classes;
-captured gradients of all sequences are one: cpu/runtime/packed_batch.h: score_mods
+classes of another sequence: cpu/score/sequence.h: score_mods
+-p.mod.classes = moved(p.mod.classes, 0, b);
++;
+captured gradients of all sequences are one: cpu/score/sequence.h: score_mods
 -b * captured_floats(p.mod) * item_size(p.lse.dtype);
 +0 * captured_floats(p.mod) * item_size(p.lse.dtype);
 """
@@ -635,6 +635,7 @@ def library_object(sources, folder):
         "cpu/runtime/library.cpp",
         "cpu/base/plan.h",
         "cpu/runtime/packed_batch.h",
+        "cpu/score/sequence.h",
         "cpu/score/score_mod_ops.h",
         "cpu/runtime/threads.h",
         "abi.h",

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter")
 def test_the_package_lists_its_examples():
     for name in EXAMPLES:
         assert f"python -m fastattn.examples.{name} " in fastattn.examples.__doc__
-    assert fastattn.examples.__doc__.count("python -m fastattn.examples.") == len(EXAMPLES) == 9
+    assert fastattn.examples.__doc__.count("python -m fastattn.examples.") == len(EXAMPLES) == 10
 
 
 TIMES = ": time "  # marks claims about time only

@@ -12,6 +12,7 @@ import fastattn
 from fastattn.backends import gathered_pages
 from fastattn.backends.native import libraries
 from fastattn.call.spec import Feature
+from fastattn.selection import key_lists, seen
 from tests.support.backends import DECLARED, declares, every_backend, not_interpreted
 from tests.support.cases import DTYPES
 
@@ -152,10 +153,17 @@ def test_all_keys_give_attention(name, block, causal):
     close(results(selected, leaves), results(full, leaves), 1e-6)
 
 
+def none_last(x):
+    x = x.masked_fill(x < 0, N).sort(-1).values
+    return x.masked_fill(x == N, -1)
+
+
 ORDERS = {
     "sorted": lambda x: x.sort(-1).values,
     "falling": lambda x: x.sort(-1, descending=True).values,
     "each twice": lambda x: torch.cat([x, x], -1),
+    "sorted, each twice": lambda x: torch.cat([x, x], -1).sort(-1).values,
+    "sorted, each twice, none last": lambda x: none_last(torch.cat([x, x], -1)),
     "with none": lambda x: torch.cat([torch.full_like(x, -1), x], -1),
     "int32, strided": lambda x: x.to(torch.int32).mT.contiguous().mT,
 }
@@ -313,6 +321,20 @@ def test_hostile_arguments_raise(message):
 
 
 @not_interpreted
+def test_values_that_are_not_checked_are_clamped(monkeypatch):
+    """As on a GPU: a block out of range is none, a length is cut to the keys."""
+    for module in (key_lists, seen):
+        monkeypatch.setattr(module, "checks_values", lambda device: False)
+    x = tensors(4, 2, 16, 16, torch.float32)
+    wild = torch.tensor([3, 10**9, -(10**9), 10, -2, 9]).to(torch.int32).expand(B, 1, M, 6)
+    tame = torch.tensor([3, 9]).expand(B, 1, M, 2)
+    for lengths, cut in ((None, None), (torch.tensor([10**9, -5]), torch.tensor([N, 0]))):
+        found = fastattn.attention_selected(**x, indices=wild, block=4, key_lengths=lengths)
+        right = fastattn.attention_selected(**x, indices=tame, block=4, key_lengths=cut)
+        assert torch.equal(found, right)
+
+
+@not_interpreted
 @pytest.mark.parametrize("zero", ("B", "H", "M", "N", "S", "Dv"))
 def test_sizes_of_zero(zero):
     size = dict(B=2, H=4, Hk=2, M=3, N=8, D=4, Dv=5, S=2) | {zero: 0}
@@ -357,40 +379,3 @@ def test_rows_a_few_at_a_time(name, groups, monkeypatch):
     indices = chosen(GROUPS[groups](4, 2), 4, 6)
     leaves = tensors(4, 2, 16, 16, torch.float32)
     close(*in_both(name, GIVEN["sinks"], indices, 4, leaves), 1e-5)
-
-
-@every_backend
-@pytest.mark.parametrize("masked", (False, True))
-def test_pages_have_gradients(name, masked):
-    """Sequences of several rows, a page in two sequences and twice in one."""
-    declares(name, torch.float32, Feature.PAGED)
-    draw = torch.Generator().manual_seed(5)
-    q = torch.randn(5, 4, 16, generator=draw)
-    pages = torch.randn(3, 4, 2, 16, generator=draw)
-    cu, table = torch.tensor([0, 2, 2, 5]), torch.tensor([[2, 0], [0, 0], [1, 1]])
-    lengths = torch.tensor([7, 3, 8])
-    mask = torch.randn(3, 4, 3, 8, generator=draw) if masked else torch.zeros(())
-    rest = dict(causal="bottom_right")
-
-    def paged(q, k, v, mask):
-        mask = mask if masked else None
-        given = dict(block_table=table, key_lengths=lengths, max_q=3, backend=name, **rest)
-        return fastattn.attention_packed(q, k, v, cu, mask=mask, return_lse=True, **given)
-
-    def stored(q, k, v, mask):
-        mask = mask if masked else None
-        k, v = (
-            torch.cat([x[table[b]].flatten(0, 1)[: lengths[b]] for b in range(3)]) for x in (k, v)
-        )
-        cu_k = torch.tensor([0, 7, 10, 18])
-        given = dict(max_q=3, max_k=8, return_lse=True, mask=mask, **rest)
-        return fastattn.attention_packed(q, k, v, cu, cu_k, **given)
-
-    def run(call):
-        leaves = [x.clone().requires_grad_() for x in (q, pages, pages.flip(0), mask)]
-        out, lse = call(*leaves)
-        loss = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0).cos().sum()
-        wanted = leaves if masked else leaves[:3]
-        return out.detach(), lse.detach(), *torch.autograd.grad(loss, wanted)
-
-    close(run(paged), run(stored), 1e-5)

@@ -19,11 +19,10 @@ struct LargestNumbers {
   static constexpr int kBits = 11, kBins = 1 << kBits, kCounts = 4;
   static size_t numbers(int64_t n) { return n + kCounts * kBins; }
 
-  // An integer with the order of the float; NaN is the least.
+  // An integer with the order of the float, which is not -0; NaN is the least.
   static FA_INLINE uint32_t ordered(float x) {
     if (x != x) return 0;
     uint32_t bits;
-    x += 0.0f;  // -0 is 0
     std::memcpy(&bits, &x, 4);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
   }
