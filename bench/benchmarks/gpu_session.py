@@ -180,6 +180,7 @@ PARTS = (
     _tested("gpu/test_gpu_tangents", 600),
     _tested("gpu/test_gpu_functions", 600),
     _tested("gpu/test_gpu_wide", 600),
+    _tested("gpu/test_gpu_selected", 600),
     Part(
         "ledger",
         900,

@@ -73,7 +73,7 @@ class Cpu(Launcher):
     ) -> dict[str, Tensor]:
         """Gradients of sequences of one row. Kernels add to the gradients of pages."""
         grads = {"q": empty_dense(t.q, t.q.shape, spec.stored(spec.dtype), spec.grad_order)}
-        for name in ("k", "v"):
+        for name in {"k", "v"}.intersection(needs_grad):
             x = t.given(name)
             grads[name] = empty_dense(x, x.shape, spec.acc_dtype, spec.grad_order).zero_()
         given = (out, normaliser, dout, dlse, *map(grads.get, DIFFERENTIABLE))

@@ -45,7 +45,12 @@ def backward_of_pages(
     spec.acc_dtype. The sums of pages have a fixed order."""
     exact = spec.acc_dtype
     grads = {"q": torch.zeros_like(t.q, dtype=exact)}
-    pages = {x: torch.zeros_like(t.given(x).transpose(1, 2), dtype=exact) for x in ("k", "v")}
+    wanted = [name for name in ("q", "k", "v") if name in needs_grad]
+    pages = {
+        name: torch.zeros_like(t.given(name).transpose(1, 2), dtype=exact)
+        for name in wanted
+        if name != "q"
+    }
     keys = spec.blocks * spec.page
     bytes_of_one = max(1, keys * spec.Hk * (spec.D + spec.Dv)) * (spec.dtype.itemsize + 4)
     step = max(1, ROOM // bytes_of_one)
@@ -54,8 +59,9 @@ def backward_of_pages(
         end = min(b + step, spec.B)
         here = _rows_of(spec, t, b, end)
         some = _of(rows, here)
-        found = _of_sequences(backend, spec, t, some, b, end, here)
-        grads["q"][:, :, here] = found["q"]
+        found = _of_sequences(backend, spec, t, some, b, end, wanted)
+        if "q" in found:
+            grads["q"][:, :, here] = found["q"]
         at = _pages_of(spec, t, b, end)
         for name, page in pages.items():
             grad = found[name].squeeze(0).transpose(0, 1).unflatten(0, (-1, spec.page))
@@ -99,9 +105,15 @@ def _pages_of(spec: AttentionSpec, t: Tensors, b: int, end: int) -> Tensor:
 
 
 def _of_sequences(
-    backend: Backend, spec: AttentionSpec, t: Tensors, rows: Rows, b: int, end: int, here: slice
+    backend: Backend,
+    spec: AttentionSpec,
+    t: Tensors,
+    rows: Rows,
+    b: int,
+    end: int,
+    wanted: Sequence[str],
 ) -> dict[str, Tensor]:
-    """The gradients of q, and of the gathered keys and values, of sequences [b, end)."""
+    """Those gradients of q, and of the gathered keys and values, of sequences [b, end)."""
     at = _pages_of(spec, t, b, end)
     k, v = (t.given(x).transpose(1, 2)[at].flatten(0, 2).transpose(0, 1).unsqueeze(0) for x in "kv")
     # Zeros for what no length reaches: NaN in a page must not meet a probability of 0.
@@ -127,10 +139,8 @@ def _of_sequences(
         **dict(q=rows.q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, key_lengths=lengths),
         **dict(block_table=None, sinks=None),
     )
-    found = backend.backward(
-        part, own, rows.out, rows.normaliser, rows.dout, rows.dlse, ("q", "k", "v")
-    )
-    if folds:
+    found = backend.backward(part, own, rows.out, rows.normaliser, rows.dout, rows.dlse, wanted)
+    if folds and "q" in found:
         found["q"] = found["q"].unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)
     return found
 

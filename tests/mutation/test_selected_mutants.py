@@ -10,6 +10,7 @@ import torch
 
 import fastattn
 from tests.mutation.test_cpu_mutants import edits, kernels_of  # noqa: F401
+from tests.semantics import test_paged_gradients
 from tests.semantics import test_selected as selected
 from tests.semantics.test_selection import by_sorting, whole
 from tests.support.backends import INTERPRETED
@@ -35,8 +36,20 @@ the last columns forget earlier rows: cpu/backward/paged_gradients.h: plain
 -at[l] += sum[l] * factor;
 +at[l] = sum[l] * factor;
 a task leaves out its first page: cpu/backward/paged_gradients.h: plain
+-std::lower_bound(table, last, lo);
++std::upper_bound(table, last, lo);
+a task leaves out its first page of a table in any order: cpu/backward/paged_gradients.h: any_order
 -page >= lo && page < hi
 +page > lo && page < hi
+only the first run of a table in any order: cpu/backward/paged_gradients.h: any_order
+-first = end;
++break;
+every table is taken for ascending: cpu/backward/paged_gradients.h: any_order
+-.ascending[b] = std::is_sorted(one.pages, one.pages + count);
++.ascending[b] = true;
+a range that ends before the table is searched: cpu/backward/paged_gradients.h: threads
+-table[0] >= hi || last[-1] < lo
++table[0] > lo || last[-1] < lo
 a page has two owners: cpu/backward/paged_gradients.h: threads
 -hi = p.P * (range + 1) / ranges(p);
 +hi = p.P * (range + 1) / ranges(p) + 1;
@@ -170,6 +183,16 @@ def index():
                 yield f"{H} heads, {count}: other keys"
 
 
+def any_order():
+    torch.set_num_threads(2)
+    try:
+        test_paged_gradients.close(*test_paged_gradients.in_any_order("cpu"), 1e-5)
+    except AssertionError as error:
+        yield str(error)
+    finally:
+        torch.set_num_threads(1)
+
+
 def nan():
     k = torch.tensor([1.0, torch.nan, 2.0]).view(1, 3, 1)
     found = fastattn.lightning_index(torch.ones(1, 1, 1, 1), k, torch.ones(1, 1, 1), 2)
@@ -179,7 +202,9 @@ def nan():
 def complaints(case):
     if case == "threads":
         return list(gradients("plain", threads=2))
-    return list({"index": index, "nan": nan}.get(case, lambda: gradients(case))())
+    return list(
+        {"index": index, "nan": nan, "any_order": any_order}.get(case, lambda: gradients(case))()
+    )
 
 
 @pytest.mark.parametrize("fault", FAULT, ids=lambda fault: fault[0])

@@ -241,6 +241,22 @@ def test_threads_and_calls_change_no_bit(isa, dtype):
         torch.set_num_threads(1)
 
 
+@every_backend
+def test_other_items_change_no_bit(name):
+    declares(name, torch.float32, Feature.PAGED)
+    leaves, indices = tensors(4, 2, 16, 16, torch.float32), chosen(2, 4, 6)
+
+    def run(items):
+        def call(**x):
+            given = dict(indices=indices[items], block=4, return_lse=True, backend=name)
+            return fastattn.attention_selected(**x, **given)
+
+        return results(call, {x: y[items] for x, y in leaves.items()})
+
+    for x, y in zip(run(slice(2)), run(slice(1)), strict=True):
+        assert torch.equal(x[:1], y)
+
+
 @not_interpreted
 @pytest.mark.parametrize("groups", GROUPS)
 def test_gradients_of_gradcheck(groups):

@@ -292,6 +292,7 @@ SHARES = {
     **dict.fromkeys(("test_gpu_scale", "test_gpu_streams", "test_gpu_torch"), (NONE, ALL)),
     "test_gpu_tangents": (NONE, ALL),
     "test_gpu_wide": (NONE, ALL),
+    "test_gpu_selected": (NONE, ALL),
 }
 
 # Shares in `all` of tests that have a command of their own; `whole` has all their cases.

@@ -29,6 +29,7 @@ struct PagedGradients {
   // [sequences][H][row_length] each.
   struct Workspace {
     R *p, *ds;
+    uint8_t* ascending;  // [sequences]: is the table of the sequence in ascending order?
     size_t bytes;
   };
   static Workspace workspace(const Params& p) {
@@ -36,6 +37,7 @@ struct PagedGradients {
     Workspace w;
     w.p = take.array<R>(p.B * p.H * row_length(p));
     w.ds = take.array<R>(p.B * p.H * row_length(p));
+    w.ascending = take.array<uint8_t>(p.B);
     w.bytes = take.used;
     return w;
   }
@@ -43,7 +45,7 @@ struct PagedGradients {
   static Workspace workspace(const Params& p, int64_t b, int64_t hk) {
     const Workspace w = workspace(p);
     const int64_t at = (b * p.H + hk * group(p)) * row_length(p);
-    return {w.p + at, w.ds + at, w.bytes};
+    return {w.p + at, w.ds + at, w.ascending, w.bytes};
   }
   static bool has_row(const Params& p, int64_t b) { return p.cu_q[b + 1] > p.cu_q[b]; }
 
@@ -75,6 +77,8 @@ struct PagedGradients {
       buf.delta[h] = R(0);
       Backward<Mul>::delta_from_output(one, row, buf.delta + h);
     }
+    const int64_t count = (one.N + p.page - 1) / p.page;
+    if (hk == 0) workspace(p).ascending[b] = std::is_sorted(one.pages, one.pages + count);
     std::fill(buf.dq, buf.dq + group(p) * Sum::columns(p.D), R(0));
     for (int64_t j = 0; j < one.N; j += kTileKeys)
       block(one, of, {j, std::min(kTileKeys, one.N - j)}, workspace(p, b, hk), row_length(p), buf);
@@ -112,7 +116,8 @@ struct PagedGradients {
   }
 
   // --- pages --------------------------------------------------------------------------
-  // Measured: four tasks for a thread. Each looks at the whole table, so one thread has one task.
+  // Each range reads the rows of all sequences that have a page there: measured, ranges that fit a
+  // near cache are 5 to 18% slower than one for all pages.
   static int64_t ranges(const Params& p) {
     return std::clamp<int64_t>(p.threads > 1 ? 4 * p.threads : 1, 1, std::max<int64_t>(p.P, 1));
   }
@@ -130,26 +135,37 @@ struct PagedGradients {
     carve_pages(p, scratch, buf);
     const int64_t hk = task % p.Hk, range = task / p.Hk;
     const int64_t lo = p.P * range / ranges(p), hi = p.P * (range + 1) / ranges(p);
-    const auto mine = [&](int64_t page) { return page >= lo && page < hi; };
     for (int64_t b = 0; b < p.B; ++b) {
       if (!has_row(p, b)) continue;
-      const int64_t* table = p.pages + b * p.blocks;
-      const int64_t count = (p.lengths[b] + p.page - 1) / p.page;
       bool staged = false;
-      for (int64_t first = 0; first < count;) {
-        if (!mine(table[first])) {
-          ++first;
-          continue;
-        }
-        int64_t end = first + 1;
-        while (end < count && mine(table[end])) ++end;
+      each_run(p, b, lo, hi, [&](int64_t first, int64_t end) {
         if (!staged) stage(p, b, hk, buf);
         staged = true;
         const int64_t keys_end = std::min(end * p.page, p.lengths[b]);
         for (int64_t j = first * p.page; j < keys_end; j += kKeys)
           add_keys(p, b, hk, j, std::min(kKeys, keys_end - j), buf);
-        first = end;
-      }
+      });
+    }
+  }
+  // Calls f(first, end) for the entries of a sequence's table with pages in [lo, hi).
+  template <class F>
+  static FA_INLINE void each_run(const Params& p, int64_t b, int64_t lo, int64_t hi, F f) {
+    const int64_t* table = p.pages + b * p.blocks;
+    const int64_t* last = table + (p.lengths[b] + p.page - 1) / p.page;
+    if (table == last) return;
+    if (workspace(p).ascending[b]) {
+      if (table[0] >= hi || last[-1] < lo) return;
+      const int64_t* first = std::lower_bound(table, last, lo);
+      const int64_t* end = std::lower_bound(first, last, hi);
+      if (first < end) f(first - table, end - table);
+      return;
+    }
+    const auto mine = [&](int64_t page) { return page >= lo && page < hi; };
+    for (const int64_t* first = table; first < last;) {
+      first = std::find_if(first, last, mine);
+      const int64_t* end = std::find_if_not(first, last, mine);
+      if (first < end) f(first - table, end - table);
+      first = end;
     }
   }
   static void stage(const Params& p, int64_t b, int64_t hk, const PageBuffers& buf) {
@@ -164,10 +180,14 @@ struct PagedGradients {
                        const PageBuffers& buf) {
     const Workspace w = workspace(p, b, hk);
     R* rows[kKeys + kAhead];
-    find(p, p.dv, b, hk, j, n, rows);
-    add_products(p, w.p + j, buf.dout, rows, n, p.Dv, R(1));
-    find(p, p.dk, b, hk, j, n, rows);
-    add_products(p, w.ds + j, buf.q, rows, n, p.D, R(p.scale));
+    if (p.dv.data) {
+      find(p, p.dv, b, hk, j, n, rows);
+      add_products(p, w.p + j, buf.dout, rows, n, p.Dv, R(1));
+    }
+    if (p.dk.data) {
+      find(p, p.dk, b, hk, j, n, rows);
+      add_products(p, w.ds + j, buf.q, rows, n, p.D, R(p.scale));
+    }
   }
   // The addresses of rows in pages; the last one again for prefetches past the end.
   static void find(const Params& p, const FaTensor& t, int64_t b, int64_t hk, int64_t j, int64_t n,
@@ -212,7 +232,8 @@ struct PagedGradients {
     PageBuffers of_pages;
     plan.workspace = workspace(p).bytes;
     plan.add({p.H ? p.B * p.Hk : 0, carve_rows(p, nullptr, of_rows), rows});
-    plan.add({p.H ? p.Hk * ranges(p) : 0, carve_pages(p, nullptr, of_pages), pages});
+    const bool wanted = p.H && (p.dk.data || p.dv.data);
+    plan.add({wanted ? p.Hk * ranges(p) : 0, carve_pages(p, nullptr, of_pages), pages});
     return plan;
   }
 };

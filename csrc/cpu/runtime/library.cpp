@@ -286,7 +286,7 @@ int64_t at_once(const Params& p, int64_t pass) {
   Params one = p;
   one.B = 1;
   const int64_t each = std::max<int64_t>(make_plan(one, pass).workspace, 1);
-  return std::max<int64_t>(bytes_per_thread * std::max<int64_t>(p.threads, 1) / each, 1);
+  return std::clamp<int64_t>(bytes_per_thread * p.threads / each, 1, most);
 }
 
 int64_t run_sequences(const Params& p, int64_t pass) {
