@@ -92,7 +92,7 @@ def lightning_index(
 
     Shape:
         q: (B, H, M, D), float32, float64, bfloat16 or float16.
-        k: (B, N, D), q's dtype and device.
+        k: (B, N, D) or (B, 1, N, D), q's dtype and device.
         weights: (B, H, M), any floating dtype; computed in float32 (float64 for float64).
         count: 0 or more.
         key_lengths: (B,), int32 or int64.
@@ -118,6 +118,8 @@ def lightning_index(
         >>> chosen[0, 0, 2]
         tensor([ 0,  1,  2, -1, -1, -1, -1, -1], dtype=torch.int32)
     """
+    if isinstance(k, Tensor) and k.ndim == 4 and k.shape[1] == 1:
+        k = k.squeeze(1)
     align = _check(q, k, weights, count, causal, key_lengths)
     indices = _choose(q.detach(), k.detach(), weights.detach(), count, key_lengths, align)
     if not return_scores:

@@ -92,6 +92,7 @@ def test_strides_of_the_indexer(layout):
     else:
         q, k, w = (x.mT.contiguous().mT for x in (q, k, w))
     assert torch.equal(fastattn.lightning_index(q, k, w, 17), expected)
+    assert torch.equal(fastattn.lightning_index(q, k[:, None], w, 17), expected)
 
 
 def test_threads_choose_the_same_keys():
@@ -195,6 +196,24 @@ def test_a_row_always_chooses_its_own_block():
         assert (found == own).any(-1).all() and (found <= own).all()
 
 
+INDICES = torch.randint(-1, 5, (2, 1, 3, 4), generator=torch.Generator().manual_seed(0))
+OPERATORS = {
+    "key_lists": lambda q, k, w: (INDICES, torch.tensor([17, 3]), 18, 4, "bottom_right"),
+    "lightning_index": lambda q, k, w: (q.detach(), k.detach(), w.detach(), 4, None, "top_left"),
+    "lightning_scores": lambda q, k, w: (q, k, w, INDICES[:, 0]),
+    "lightning_scores_backward": lambda q, k, w: (
+        *(torch.randn(2, 3, 4), q.detach(), k.detach(), w.detach(), INDICES[:, 0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_are_those_that_compilers_expect(name):
+    leaves = torch.randn(2, 3, 3, 4), torch.randn(2, 11, 4), torch.randn(2, 3, 3)
+    arguments = OPERATORS[name](*(x.requires_grad_() for x in leaves))
+    torch.library.opcheck(getattr(torch.ops.fastattn, name).default, arguments)
+
+
 def test_compiled():
     q, k, w = torch.randn(1, 4, 20, 8), torch.randn(1, 20, 8), torch.rand(1, 4, 20)
 
@@ -215,8 +234,8 @@ def test_compiled():
 WRONG = {
     r"count: got -1, expected 0 or more": dict(count=-1),
     r"k: got shape \(2, 9, 3\), expected \(2, 9, 4\)": dict(k=torch.zeros(2, 9, 3)),
-    r"k: got shape \(2, 1, 9, 4\), expected 3 dimensions \(B, N, D\)": dict(
-        k=torch.zeros(2, 1, 9, 4)
+    r"k: got shape \(2, 2, 9, 4\), expected 3 dimensions \(B, N, D\)": dict(
+        k=torch.zeros(2, 2, 9, 4)
     ),
     r"k: got torch.float64": dict(k=torch.zeros(2, 9, 4).double()),
     r"weights: got shape \(2, 5, 3\), expected \(2, 3, 5\)": dict(weights=torch.zeros(2, 5, 3)),

@@ -27,6 +27,7 @@ SHARES = {
     "test_selected::test_compiled": (NONE, ALL),
     "test_selection": (11, 5),
     "test_selection::test_compiled": (NONE, ALL),
+    "test_selection::test_operators_are_those_that_compilers_expect": (NONE, 2),
     "test_features::test_pairs_of_features": (37, 4),
     "test_weights": (23, 5),
     "test_decode": (11, 3),
