@@ -106,6 +106,28 @@ def paged(rng, D, dtype, sizes, backend):
 
 
 @kind
+def selected(rng, D, dtype, sizes, backend):
+    """Forward and backward of keys that each row selects, and an indexer's choice."""
+    dims = sizes.dims(rng, D)
+    size = rng.choice((1, 4, 16))
+    heads, blocks = rng.choice((1, 5, 16, 33)), -(-dims.N // size)
+    chosen = fastattn.lightning_index(
+        torch.randn(dims.B, heads, dims.M, D, dtype=dtype),
+        torch.randn(dims.B, blocks, D, dtype=dtype),
+        torch.randn(dims.B, heads, dims.M),
+        rng.randint(0, 20),
+    )
+    q = torch.randn(dims.B, dims.H, dims.M, D, dtype=dtype, requires_grad=True)
+    k, v = (
+        torch.randn(dims.B, dims.Hk, dims.N, width, dtype=dtype, requires_grad=True)
+        for width in (D, dims.Dv)
+    )
+    given = dict(block=size, causal=rng.random() < 0.5, dropout_p=rng.choice((0.0, 0.2)), seed=1)
+    out = fastattn.attention_selected(q, k, v, chosen, backend=backend, **given)
+    out.backward(torch.randn_like(out))
+
+
+@kind
 def quantised(rng, D, dtype, sizes, backend):
     """Keys and values in eight bits, in a row and in pages."""
     made = packed_batch(rng, D, dtype, sizes)
