@@ -384,6 +384,7 @@ INTERPRETED_SHARES = {
     "test_property::test_any_call_is_right": (NONE, NONE),  # a minute
     "test_property::test_any_call_in_any_parts_is_right": (NONE, NONE),
     "test_property::test_window_of_w_is_not_of_w_plus_1": (NONE, NONE),
+    "test_selected": (NONE, 97),
     "test_storage": (NONE, 31),
     "test_storage::test_quantised_cache_with_huge_and_tiny_scales": (NONE, NONE),
     "test_storage::test_quantised_cache_with_row_invariant": (NONE, NONE),
