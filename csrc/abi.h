@@ -181,7 +181,7 @@ enum FaStatus {
 
 // The keys with the largest scores sum_h weights[h] max(0, q[h].k) of each row: cpu/selection.
 struct FaIndexer {
-  struct FaTensor q, k, weights;  // (B,H,M,D) (B,1,N,D) (B,H,M,1): one dtype, not FA_F64
+  struct FaTensor q, k, weights;  // (B,H,M,D) (B,1,N,D) (B,H,M,1): q and k of one dtype, not FA_F64; FA_F32
   const int64_t* lengths;         // (B), values in [0, N], or null
   int32_t* indices;               // (B,M,count): ascending, -1 after the last
   int64_t B, H, M, N, D, count;

@@ -22,7 +22,7 @@ from .call.packed_layout import heads_first, pages_first, rows_first, scales_fir
 from .call.place import EVERYTHING, NUMBERS, Place
 from .call.quantisation import STORAGE
 from .call.qv import joined
-from .call.scalars import real, whole
+from .call.scalars import alignment, real, whole
 from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors, acc_dtype
 from .call.validation import check, check_lse, counts, need_dense
 from .dispatch import (
@@ -37,12 +37,6 @@ from .score_mods.mod_call import ModCall
 from .score_mods.recognition import Shape
 from .score_mods.tracing import MaskMod, ScoreMod, trace_mask_mod, trace_score_mod
 
-CAUSAL = {
-    False: "",
-    True: "top_left",
-    "top_left": "top_left",
-    "bottom_right": "bottom_right",
-}
 IN_TOKENS = TOKENS, TOKENS
 _any_autocast = torch._C._is_any_autocast_enabled
 
@@ -749,11 +743,7 @@ def _options(
     *place: Any,
 ) -> tuple[Options, Options]:
     """The options of a call without gradients, and of the same call with gradients."""
-    try:
-        alignment = CAUSAL[causal]
-    except (KeyError, TypeError):
-        expected = 'False, True, "top_left" or "bottom_right"'
-        raise ValueError(f"causal: got {causal!r}, expected {expected}") from None
+    aligned = alignment(causal)
     dropout_p = real("dropout_p", dropout_p)
     scale = None if scale is None else real("scale", scale)
     softcap = None if softcap is None else real("softcap", softcap)
@@ -761,7 +751,7 @@ def _options(
         raise TypeError(f"backend: got {backend!r}, expected a name, or None for the best")
     if not isinstance(row_invariant, bool):
         raise TypeError(f"row_invariant: got {row_invariant!r}, expected True or False")
-    fields = scale, alignment, left, right, softcap, dropout_p, backend or ""
+    fields = scale, aligned, left, right, softcap, dropout_p, backend or ""
     lies = dict(zip(Options._fields[-len(Place._fields) :], place), row_invariant=row_invariant)
     lies |= dict(zip(("out_order", "grad_order"), orders))
     return Options(*fields, **lies), Options(*fields, grad=True, **lies)

@@ -10,13 +10,14 @@ from torch import Tensor, get_num_threads
 from ..call.spec import DIFFERENTIABLE, AttentionSpec, Feature, Tensors
 from ..call.validation import DTYPES
 from ..score_mods.encoding import encode
-from .base import BAD_INDEX, COMMON_FEATURES, Support, check_values, empty_dense, register
+from .base import BAD_INDEX, COMMON_FEATURES, Support, empty_dense, register
 from .gathered_pages import Rows, sink_gradient
 from .native import libraries
 from .native.extents import refused
 from .native.marshalling import launch
 from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert, in_grad_order, prepared
 from .per_sequence import backward_in_turn
+from .value_checks import check_values
 
 
 class Cpu(Launcher):

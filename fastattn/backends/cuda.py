@@ -13,13 +13,14 @@ from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tensors
 from . import cuda_errors, gpu, sm90_check
-from .base import COMMON_FEATURES, Support, check_values, register
+from .base import COMMON_FEATURES, Support, register
 from .native import libraries
 from .native.extents import refused
 from .native.imagined import imagined
 from .native.marshalling import launch_on, pack
 from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert
 from .preference import passes_of
+from .value_checks import check_values
 
 SM_80, SM_90 = 80, 90
 PASSES = {

@@ -44,8 +44,8 @@ def backward_of_pages(
     """`Backend.backward` of q, k, v and sinks for a call without a mask and without a score_mod, in
     spec.acc_dtype. The sums of pages have a fixed order."""
     exact = spec.acc_dtype
-    grads = {"q": torch.zeros_like(t.q, dtype=exact)}
     wanted = [name for name in ("q", "k", "v") if name in needs_grad]
+    grads = {"q": torch.zeros_like(t.q, dtype=exact)} if "q" in wanted else {}
     pages = {
         name: torch.zeros_like(t.given(name).transpose(1, 2), dtype=exact)
         for name in wanted
@@ -58,11 +58,10 @@ def backward_of_pages(
     for b in range(0, spec.B if keys and spec.T else 0, step):
         end = min(b + step, spec.B)
         here = _rows_of(spec, t, b, end)
-        some = _of(rows, here)
-        found = _of_sequences(backend, spec, t, some, b, end, wanted)
-        if "q" in found:
-            grads["q"][:, :, here] = found["q"]
         at = _pages_of(spec, t, b, end)
+        found = _of_sequences(backend, spec, t, _of(rows, here), b, end, at, wanted)
+        if "q" in grads:
+            grads["q"][:, :, here] = found["q"]
         for name, page in pages.items():
             grad = found[name].squeeze(0).transpose(0, 1).unflatten(0, (-1, spec.page))
             page.index_put_((at.flatten(),), grad, accumulate=True)  # torch's sums have an order
@@ -111,10 +110,13 @@ def _of_sequences(
     rows: Rows,
     b: int,
     end: int,
+    at: Tensor,
     wanted: Sequence[str],
 ) -> dict[str, Tensor]:
-    """Those gradients of q, and of the gathered keys and values, of sequences [b, end)."""
-    at = _pages_of(spec, t, b, end)
+    """Those gradients of q, and of the gathered keys and values, of sequences [b, end).
+
+    at: the pages of these sequences.
+    """
     k, v = (t.given(x).transpose(1, 2)[at].flatten(0, 2).transpose(0, 1).unsqueeze(0) for x in "kv")
     # Zeros for what no length reaches: NaN in a page must not meet a probability of 0.
     keys = spec.blocks * spec.page
@@ -140,7 +142,7 @@ def _of_sequences(
         **dict(block_table=None, sinks=None),
     )
     found = backend.backward(part, own, rows.out, rows.normaliser, rows.dout, rows.dlse, wanted)
-    if folds and "q" in found:
+    if folds and "q" in wanted:
         found["q"] = found["q"].unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)
     return found
 

@@ -15,8 +15,9 @@ from ..call.validation import DTYPES
 from ..score_mods.encoding import ModText
 from ..score_mods.evaluate import evaluate
 from ..score_mods.partial_derivatives import ScoreModAt
-from .base import COMMON_FEATURES, Support, check_values, empty_dense, register
+from .base import COMMON_FEATURES, Support, empty_dense, register
 from .per_sequence import backward_in_turn, jvp_in_turn, second_in_turn, sequences
+from .value_checks import check_values
 
 
 def _without_autocast(method):

@@ -1,4 +1,4 @@
-"""Convert scalar arguments, numpy's among them, to plain Python numbers.
+"""Convert scalar arguments, numpy's among them, to plain Python numbers and texts.
 
 A bool is refused as a number: True equals 1, so caches of calls could not tell them apart.
 """
@@ -10,6 +10,22 @@ import operator
 from typing import Any
 
 from torch import SymFloat, SymInt, Tensor
+
+_ALIGNMENTS = {
+    False: "",
+    True: "top_left",
+    "top_left": "top_left",
+    "bottom_right": "bottom_right",
+}
+
+
+def alignment(causal: Any) -> str:
+    """The argument `causal` as one of "", "top_left" and "bottom_right"."""
+    try:
+        return _ALIGNMENTS[causal]
+    except (KeyError, TypeError):
+        expected = 'False, True, "top_left" or "bottom_right"'
+        raise ValueError(f"causal: got {causal!r}, expected {expected}") from None
 
 
 def real(name: str, x: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_arguments
-from ..backends.base import check_values
+from ..backends.value_checks import check_values
 from ..call.place import EVERYTHING
 from ..call.validation import check, describe
 from ..dispatch.library_ops import opaque_to_dynamo

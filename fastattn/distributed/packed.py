@@ -17,8 +17,9 @@ from typing_extensions import Unpack
 
 from .. import api
 from ..api import Arguments, draw_seed, prepare, resolved, with_arguments
-from ..backends.base import check_values, choose
+from ..backends.base import choose
 from ..backends.per_sequence import longest
+from ..backends.value_checks import check_values
 from ..call.packed_layout import heads_first, rows_first
 from ..call.place import EVERYTHING
 from ..call.spec import ARGUMENTS

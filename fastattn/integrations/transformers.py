@@ -120,9 +120,9 @@ def _refusing(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        from . import transformers_selected  # imports transformers
-
         if requested_attention == NAME:
+            from . import transformers_selected  # imports transformers
+
             if why := _why_not(type(self)):
                 raise ValueError(
                     f"attn_implementation: got {NAME!r} for {type(self).__name__}, expected a "

@@ -60,10 +60,7 @@ def attend(
         return attention_selected(query, key, value, indices, block=block, **given, **arguments)
     shown = selected_mask(indices, block, key.shape[2], query.shape[1])
     if mask is None:
-        i = torch.arange(query.shape[2], device=query.device)[:, None]
-        shown = shown & (
-            torch.arange(key.shape[2], device=query.device) <= i + key.shape[2] - len(i)
-        )
+        shown = shown.tril(key.shape[2] - query.shape[2])
     else:
         dense = mask.exact() if isinstance(mask, StructuredMask) else mask
         shown = shown & (dense if dense.dtype == torch.bool else dense == 0)

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..api import attention_packed
-from ..call.scalars import whole
+from ..call.scalars import alignment, whole
 from ..dispatch.torch_function import is_compiling, is_overridden
 from .key_lists import key_lists
-from .seen import alignment, need_integers, need_lengths, need_tensor
+from .seen import need_integers, need_lengths, need_tensor
 
 BLOCKS = (1, 4, 16, 32, 64, 128)
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..call.scalars import whole
+from ..call.scalars import alignment, whole
 from .highest import highest
 from .seen import (
-    alignment,
     check_lengths,
     need_lengths,
     need_like,
+    need_shape,
     need_tensor,
     seen_keys,
 )
@@ -134,7 +134,8 @@ def _check(q: Any, k: Any, block: Any, count: Any, causal: Any, key_lengths: Any
     need_tensor("q", q, "B H M D")
     need_tensor("k", k, "B Hk N D")
     B, H, _, D = q.shape
-    need_like("k", k, (B, k.shape[1], k.shape[2], D), q)
+    need_shape("k", k, (B, k.shape[1], k.shape[2], D))
+    need_like("k", k, q)
     if not q.is_floating_point():
         raise ValueError(f"q.dtype: got {q.dtype}, expected a floating dtype")
     Hk = k.shape[1]

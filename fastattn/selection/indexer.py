@@ -11,14 +11,15 @@ from torch import Tensor, get_num_threads
 
 from ..backends.native import libraries
 from ..backends.native.libraries import DTYPE, TENSOR
-from ..call.scalars import whole
+from ..call.scalars import alignment, whole
 from ..call.spec import acc_dtype
 from .highest import highest
 from .seen import (
-    alignment,
     check_lengths,
+    need_device,
     need_lengths,
     need_like,
+    need_shape,
     need_tensor,
     seen_keys,
 )
@@ -135,8 +136,10 @@ def _check(q: Any, k: Any, weights: Any, count: Any, causal: Any, key_lengths: A
     if q.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         expected = "float32, float64, bfloat16 or float16"
         raise ValueError(f"q.dtype: got {q.dtype}, expected {expected}")
-    need_like("k", k, (B, k.shape[1], D), q)
-    need_like("weights", weights.to(q.dtype), (B, H, M), q)
+    need_shape("k", k, (B, k.shape[1], D))
+    need_like("k", k, q)
+    need_shape("weights", weights, (B, H, M))
+    need_device("weights", weights, q)
     if whole("count", count, "a whole number") < 0:
         raise ValueError(f"count: got {count}, expected 0 or more")
     need_lengths(key_lengths, B, q)
@@ -177,9 +180,8 @@ def _(q, k, weights, count, lengths, causal):
 
 def _lowest_nan(scores: Tensor) -> Tensor:
     """NaN as the least finite number: such a key is chosen if no other is left."""
-    return scores.clamp(min=torch.finfo(scores.dtype).min).nan_to_num(
-        nan=torch.finfo(scores.dtype).min, posinf=torch.inf
-    )
+    least = torch.finfo(scores.dtype).min
+    return scores.nan_to_num(nan=least, posinf=torch.inf, neginf=least)
 
 
 def _by_kernel(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends.base import checks_values
+from ..backends.value_checks import checks_values
 from .seen import check_lengths, seen_keys
 
 

@@ -7,36 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import CAUSAL
-from ..backends.base import checks_values
+from ..backends import value_checks
+from ..backends.value_checks import checks_values
+from ..call.validation import need
 
 
 def need_tensor(name: str, x: Any, axes: str) -> None:
     """Raise TypeError or ValueError unless x is a tensor with one dimension for each of `axes`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
-    if x.ndim != len(axes.split()):
-        shape = ", ".join(axes.split())
-        raise ValueError(
-            f"{name}: got shape {tuple(x.shape)}, expected {len(axes.split())} dimensions ({shape})"
-        )
+    count, letters = len(axes.split()), ", ".join(axes.split())
+    need(x.ndim == count, name, _shape(x), f"{count} dimensions ({letters})")
 
 
-def need_like(name: str, x: Tensor, shape: tuple, q: Tensor) -> None:
-    """Raise ValueError unless x has this shape, and q's dtype and device."""
-    if x.shape != shape:
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {tuple(shape)}")
-    if x.dtype != q.dtype or x.device != q.device:
-        raise ValueError(
-            f"{name}: got {x.dtype} on {x.device}, expected {q.dtype} on {q.device}, as q has"
-        )
+def need_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    need(x.shape == shape, name, _shape(x), f"{tuple(shape)}")
+
+
+def need_like(name: str, x: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless x has q's dtype and device."""
+    alike = x.dtype == q.dtype and x.device == q.device
+    need(alike, name, f"{x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q has")
+
+
+def need_device(name: str, x: Tensor, q: Tensor) -> None:
+    need(x.device == q.device, f"{name}.device", x.device, f"{q.device}, as q has")
 
 
 def need_integers(name: str, x: Tensor, q: Tensor) -> None:
-    if x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}.dtype: got {x.dtype}, expected torch.int32 or torch.int64")
-    if x.device != q.device:
-        raise ValueError(f"{name}.device: got {x.device}, expected {q.device}, as q has")
+    kinds = torch.int32, torch.int64
+    need(x.dtype in kinds, f"{name}.dtype", x.dtype, "torch.int32 or torch.int64")
+    need_device(name, x, q)
 
 
 def need_lengths(key_lengths: Any, batch: int, q: Tensor) -> None:
@@ -45,27 +46,18 @@ def need_lengths(key_lengths: Any, batch: int, q: Tensor) -> None:
     if not isinstance(key_lengths, Tensor):
         got = type(key_lengths).__name__
         raise TypeError(f"key_lengths: got {got}, expected a torch.Tensor or None")
-    if key_lengths.shape != (batch,):
-        got = tuple(key_lengths.shape)
-        raise ValueError(f"key_lengths: got shape {got}, expected (B,) = ({batch},)")
+    need(key_lengths.shape == (batch,), "key_lengths", _shape(key_lengths), f"(B,) = ({batch},)")
     need_integers("key_lengths", key_lengths, q)
 
 
-def alignment(causal: Any) -> str:
-    """ "", "top_left" or "bottom_right". Raises ValueError for any other argument."""
-    if isinstance(causal, (bool, str)) and causal in CAUSAL:
-        return CAUSAL[causal]
-    raise ValueError(f'causal: got {causal!r}, expected False, True, "top_left" or "bottom_right"')
+def _shape(x: Tensor) -> str:
+    return f"shape {tuple(x.shape)}"
 
 
 def check_lengths(key_lengths: Tensor | None, keys: int, device: torch.device) -> None:
     """Raise ValueError for lengths out of range; on a GPU only if FASTATTN_CHECK=1."""
-    if key_lengths is None or not key_lengths.numel() or not checks_values(device):
-        return
-    low, high = (int(x) for x in key_lengths.aminmax())
-    if low < 0 or high > keys:
-        got = low if low < 0 else high
-        raise ValueError(f"key_lengths: got {got}, expected values in [0, N] = [0, {keys}]")
+    if key_lengths is not None and checks_values(device):
+        value_checks.check_lengths(key_lengths, keys)
 
 
 def seen_keys(

@@ -28,8 +28,7 @@ def whole(*shape, seed=0, dtype=torch.float32):
 def hide(scores, causal, key_lengths, block=1):
     """-inf where a row may not look: scores (B,..,M,N), each column a block of keys."""
     B, M, columns = scores.shape[0], *scores.shape[-2:]
-    N = KEYS if key_lengths is None else None
-    length = torch.full((B,), N) if key_lengths is None else key_lengths
+    length = torch.full((B,), KEYS) if key_lengths is None else key_lengths
     last = (length - 1)[:, None].expand(B, M)
     if causal:
         shift = (length - M)[:, None] if causal == "bottom_right" else 0

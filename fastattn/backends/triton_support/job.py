@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...call.spec import AttentionSpec, Tensors
-from ..base import check_values
 from ..gpu import architecture, processors
 from ..native.marshalling import specialization_key
 from ..native_launcher import prepared
+from ..value_checks import check_values
 from . import autotune, captured_sums, launch_cache, tile_configs
 from .arguments import (
     bits,
