@@ -4,6 +4,8 @@
 # make test      in ten minutes after set-up, something of every promise: on this machine, then
 #                Triton's kernels in its interpreter.  make test-rest  what it leaves out
 # make test-all  all tests, but of compiled GPU kernels a part. tests/README.md says what each runs
+# make test-torch   test a wheel with several versions of torch, each in an environment of its own:
+#                VERSIONS="2.8 2.10", PYTHONS="python3.10 python3.13", SAVE=1 writes the table
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
 # make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
 #                needs nvcc, and builds them whether there is a GPU or not
@@ -49,7 +51,7 @@ OLDEST := build/triton-3.6.0
 # beside PyPI's torchvision) it cannot be imported, and where it is installed transformers cannot.
 VISION := build/vision-0.28.0
 
-.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx fuzz gpu sanitize sanitize-cpu aot instructions ledger lint format types setup
+.PHONY: help bench check test test-rest test-all test-interpreter test-torch test-gpu test-cuda test-ptx fuzz gpu sanitize sanitize-cpu aot instructions ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -72,6 +74,11 @@ check test test-rest test-all: setup
 
 test-interpreter: setup
 	@$(INTERPRET) $(ARGS) || [ $$? -eq 5 ]
+
+VERSIONS ?= 2.8 2.10 2.13
+test-torch: setup
+	@$(PYTHON) -m tests.torch_versions $(VERSIONS) $(if $(PYTHONS),--pythons $(PYTHONS)) \
+		--workers $(WORKERS) $(if $(call on,SAVE),--save) $(ARGS)
 
 test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -18,6 +18,7 @@ from .backends.native.libraries import cpu_unavailable
 from .backends.per_sequence import longest
 from .backends.triton_support.runtime import unavailable as triton_unavailable
 from .call.argument_hints import unknown_argument
+from .call.changed import changed
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
 from .call.place import EVERYTHING, NUMBERS, Place
 from .call.quantisation import STORAGE
@@ -513,8 +514,8 @@ def weights_from(
     the whole softmax.
     """
     t, o = prepare(q, k, None, arguments)
-    t = t._replace(normaliser=normaliser.detach())
-    o = o._replace(average_heads=average_heads, constant_lse=not differentiate_lse)
+    t = changed(t, normaliser=normaliser.detach())
+    o = changed(o, average_heads=average_heads, constant_lse=not differentiate_lse)
     return call(WEIGHTS, t, o)[0]
 
 
@@ -584,7 +585,7 @@ def prepare(
     if mod is not None:
         t = _with_captured(t, mod)
         plain, with_grad = (
-            x._replace(score_mod=mod.text, captured_sizes=mod.sizes) for x in (plain, with_grad)
+            changed(x, score_mod=mod.text, captured_sizes=mod.sizes) for x in (plain, with_grad)
         )
     return t, with_grad if is_grad_enabled() and _requires_grad(t) else plain
 
@@ -621,17 +622,17 @@ def prepare_packed(
     t, o = prepare(heads_first("q", q), laid("k", k), laid("v", v), arguments, function)
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         if x is not None:
-            t = t._replace(**{name: scales_first(name, x, t.k, paged)})
+            t = changed(t, **{name: scales_first(name, x, t.k, paged)})
             if is_grad_enabled():
                 _no_gradient(name, x)
     max_q = longest("max_q", max_q, cu_q, q.shape[0])
     if max_k is None and isinstance(block_table, Tensor) and block_table.ndim == 2:
         max_k = block_table.shape[1] * k.shape[1]
     max_k = longest("max_k", max_k, cu_k, k.shape[0])
-    t = t._replace(cu_q=cu_q, cu_k=cu_k, block_table=block_table)
-    o = o._replace(max_q=max_q, max_k=max_k)
+    t = changed(t, cu_q=cu_q, cu_k=cu_k, block_table=block_table)
+    o = changed(o, max_q=max_q, max_k=max_k)
     if any(functions.values()):
-        t, plain, with_grad = _with_functions(t, o._replace(grad=False), **functions)
+        t, plain, with_grad = _with_functions(t, changed(o, grad=False), **functions)
         o = with_grad if is_grad_enabled() and _requires_grad(t) else plain
     return t, o
 
@@ -675,11 +676,11 @@ def _with_functions(
     )
     if found.structure.band is not None:
         left, right = found.structure.band
-        o = o._replace(left=left, right=right)
+        o = changed(o, left=left, right=right)
     if found.structure.key_lengths is not None:
-        t = t._replace(key_lengths=found.structure.key_lengths)
+        t = changed(t, key_lengths=found.structure.key_lengths)
     if found.structure.alibi is not None:
-        t = t._replace(alibi_slopes=found.structure.alibi)
+        t = changed(t, alibi_slopes=found.structure.alibi)
     rest = found.rest(o.softcap)
     runs = runs_programs(device, o.backend)
     lowered = found.lowered(rest, in_parts) if runs else None
@@ -690,21 +691,21 @@ def _with_functions(
             "strategy='gather' or 'ulysses'"
         )
     if lowered is not None:
-        t, o = _with_captured(t, lowered), o._replace(softcap=rest.softcap)
-        o = o._replace(score_mod=lowered.text, captured_sizes=lowered.sizes)
+        t, o = _with_captured(t, lowered), changed(o, softcap=rest.softcap)
+        o = changed(o, score_mod=lowered.text, captured_sizes=lowered.sizes)
     elif rest.score is None:
-        t = t._replace(mask=_mask_of(found, t.mask))
-        o = o._replace(softcap=rest.softcap)
+        t = changed(t, mask=_mask_of(found, t.mask))
+        o = changed(o, softcap=rest.softcap)
     elif found.sum is not None and o.softcap is None:
-        t = t._replace(mask=_mask_of(found, t.mask))
-        o = o._replace(softcap=found.sum.softcap)
+        t = changed(t, mask=_mask_of(found, t.mask))
+        o = changed(o, softcap=found.sum.softcap)
     else:
         raise NotImplementedError(
             "score_mod: the kernels of this device run no programs, and a score_mod that is not "
             "softcap(score) + f(b, h, i, j), without a softcap after it, amounts to no mask: "
             "fastattn.flex_attention runs it on the oracle"
         )
-    return t, o, o._replace(grad=True)
+    return t, o, changed(o, grad=True)
 
 
 def _is_plain(t: Tensors, o: Options) -> bool:
@@ -714,7 +715,7 @@ def _is_plain(t: Tensors, o: Options) -> bool:
 
 
 def _with_captured(t: Tensors, mod: Lowered) -> Tensors:
-    return t._replace(captured_floats=mod.floats, captured_ints=mod.ints, mask_blocks=mod.blocks)
+    return changed(t, captured_floats=mod.floats, captured_ints=mod.ints, mask_blocks=mod.blocks)
 
 
 def _mask_of(found: ModCall, mask: Tensor | None) -> Tensor | None:
@@ -791,13 +792,15 @@ def _place(place) -> Place:
         return EVERYTHING
     if not isinstance(place, Place):
         raise TypeError(f"place: got {place!r}, expected a fastattn.Place or None")
-    *found, bottom_right = place
-    if not isinstance(bottom_right, bool):
-        raise TypeError(f"place.bottom_right: got {bottom_right!r}, expected True or False")
-    for at, name in enumerate(NUMBERS):
-        if found[at] is not None or Place._field_defaults[name] is not None:
-            found[at] = whole(f"place.{name}", found[at], "a whole number")
-    return Place(*found, bottom_right)
+    if not isinstance(place.bottom_right, bool):
+        raise TypeError(f"place.bottom_right: got {place.bottom_right!r}, expected True or False")
+    found = [
+        x
+        if x is None and Place._field_defaults[name] is None
+        else whole(f"place.{name}", x, "a whole number")
+        for name, x in zip(NUMBERS, place)
+    ]
+    return Place(*found, bottom_right=place.bottom_right)  # ty: ignore
 
 
 def _edges(window) -> tuple:

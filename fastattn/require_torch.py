@@ -1,4 +1,5 @@
-"""Check that PyTorch is installed. Imported first; if it is not, say how to install it."""
+"""Check that PyTorch is installed, and which. Imported first; if it is not there, say how to
+install it."""
 
 import sys
 
@@ -8,10 +9,12 @@ INSTALL = (
 )
 
 try:
-    import torch  # noqa: F401
+    import torch
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     if sys.argv[:1] == ["-m"]:  # while `python -m fastattn` looks for its module
         sys.exit(INSTALL)
     raise ModuleNotFoundError(INSTALL, name="torch") from None
+
+TORCH_VERSION = tuple(int(x) for x in torch.__version__.split(".")[:2])  # (2, 13)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import os
 import subprocess
@@ -25,7 +24,8 @@ from unittest import mock
 import torch
 
 from fastattn.backends.native.libraries import CudaLibrary
-from fastattn.backends.triton_support.launch_cache import interpreted
+from fastattn.backends.triton_support import launch_cache
+from fastattn.backends.triton_support.launch_cache import interpreted, version
 
 from ..static_gpu.aot import SHARED, Absent
 
@@ -175,11 +175,21 @@ def _cuda() -> str:
         return _formatted(measure(cuda_backend(library), CALLS))
 
 
+def why_no_triton() -> str | None:
+    """Why launches of Triton's kernels cannot be measured here, or None."""
+    found, (major, minor) = version(), launch_cache.OLDEST
+    if found is None or interpreted():
+        return "Triton is not installed, or its interpreter is on"
+    if found < launch_cache.OLDEST:
+        return f"Triton is older than {major}.{minor}, whose launches are kept"
+    return None
+
+
 def _triton() -> Iterator[tuple[str, str]]:
     from fastattn.backends.triton import Triton
 
-    if importlib.util.find_spec("triton") is None or interpreted():
-        yield "Triton", "not measured: it is not installed, or its interpreter is on"
+    if why := why_no_triton():
+        yield "Triton", f"not measured: {why}"
         return
     for arch in ARCHS:
         with stubbed(arch):

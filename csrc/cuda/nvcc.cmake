@@ -13,7 +13,11 @@ function(fa_find_nvcc nvcc why_not)
 
   file(GLOB gpus /dev/nvidia[0-9]* /dev/dxg)
   set(compiler "")
-  if(wanted STREQUAL "off")
+  if(wanted STREQUAL "off" AND FA_PORTABLE)
+    set(reason "wheels are without them, and Triton's kernels need no building "
+               "(a build from source with FASTATTN_CUDA=on has them)")
+    string(CONCAT reason ${reason})
+  elseif(wanted STREQUAL "off")
     set(reason "FASTATTN_CUDA was off")
   elseif(wanted STREQUAL "auto" AND NOT gpus)
     set(reason "no NVIDIA GPU was there to be seen (FASTATTN_CUDA=on builds them all the same)")

@@ -13,7 +13,11 @@ import torch
 
 # If torch.nn.functional has this function, nothing replaced it: no need to call `is_inside`.
 TORCHS = torch._C._nn.scaled_dot_product_attention
-_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
+_EXPERIMENTAL = "torch.distributed.tensor.experimental"
+_MODULES = (
+    f"{_EXPERIMENTAL}._context_parallel._attention",
+    f"{_EXPERIMENTAL}._attention",  # before torch 2.10
+)
 WORDS = (
     "got a call inside torch's context_parallel, where each rank has a part of the sequence: "
     "expected fastattn.distributed.attention(q, k, v, group=mesh, layout='zigzag'), or with layout="
@@ -25,7 +29,8 @@ def is_inside() -> bool:
     module = _entered("MONKEY_PATCH")
     if module is None:
         return False
-    return module.DTensor._op_dispatcher._custom_op_handlers is not module.existing_custom_ops
+    handlers = module.DTensor._op_dispatcher._custom_op_handlers  # it adds some while it is active
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
 
 
 def is_reordered() -> bool:
@@ -36,9 +41,11 @@ def is_reordered() -> bool:
 
 def _entered(mode: str) -> Any:
     """The module that implements context_parallel, if `mode` is its last dispatch mode."""
-    module = sys.modules.get(_MODULE)
-    used = getattr(getattr(module, "_dispatch_mode", None), "name", None)
-    return module if used == mode else None
+    for module in map(sys.modules.get, _MODULES):
+        used = getattr(getattr(module, "_dispatch_mode", None), "name", None)
+        if used is not None:
+            return module if used == mode else None
+    return None
 
 
 # torch.compile calls it while tracing and treats the result as a constant.

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends.native.marshalling import Kind, kind
+from ..call.changed import changed
 from ..call.spec import Options, Tangents, Tensors
 from . import functorch, run_pass
 from .forward_arguments import flat
@@ -49,7 +50,7 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
             return HANDLERS[name](op, t, o)
         return as_tuple(op.operator()(*flat(t, o)))
     if _transforms() or (forward_ad._current_level >= 0 and run_pass.has_tangents(t)):
-        return functorch.Attention.apply(op, o._replace(grad=True), *t)
+        return functorch.Attention.apply(op, changed(o, grad=True), *t)
     kind_of_tensors = None if dispatch_mode_active() else kind(t)
     if kind_of_tensors is None:
         return HANDLERS.get(_handled(t), call_via_operator)(op, t, o)
@@ -87,7 +88,7 @@ def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
     """out, normaliser, and the tangents of out and LSE."""
     if name := _handled((*t, *tangents)):
         raise NotImplementedError(f"attention_jvp: got {name}s, expected plain tensors")
-    o = o._replace(grad=True)
+    o = changed(o, grad=True)
     if _is_compiling():
         return tuple(ATTENTION.operator("_jvp")(*tangents, None, None, *t, *o))
     if dispatch_mode_active() and not _transforms() and forward_ad._current_level < 0:

@@ -21,6 +21,7 @@ from ..api import attend, autocast, draw_seed, may_autocast, runs_programs
 from ..backends.base import in_order
 from ..backends.base import names as backend_names
 from ..call.spec import TOKENS, acc_dtype
+from ..require_torch import TORCH_VERSION
 from ..score_mods.lowering import Lowered
 from ..score_mods.mod_call import ModCall
 from ..score_mods.recognition import Shape
@@ -203,7 +204,7 @@ def flex_attention(
             out, lse = _fused(call, query, key, value, backend=backend, **rest)
     if return_aux is None:
         return (out, lse) if return_lse else out
-    from torch.nn.attention.flex_attention import AuxOutput
+    from torch.nn.attention.flex_attention import AuxOutput  # torch 2.9; `_check` looked
 
     largest = _max_scores(call, query, key, scale) if return_aux.max_scores else None
     return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
@@ -326,6 +327,11 @@ def _check(
         )
     if return_lse and return_aux is not None:
         raise ValueError("Cannot specify both return_lse and return_aux.")
+    if return_aux is not None and TORCH_VERSION < (2, 9):
+        raise NotImplementedError(
+            f"return_aux: got one with torch {torch.__version__}, expected torch 2.9 or newer, "
+            "which has AuxRequest and AuxOutput: use return_lse=True for the LSE"
+        )
     if query.shape[0] != key.shape[0] and (
         block_mask is None or key.shape[0] != 1 or block_mask.shape[0] != query.shape[0]
     ):

@@ -261,7 +261,7 @@ def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str |
     """
     if not _active:
         return "fastattn.patch() was undone"
-    if not {type(query), type(key), type(value)} <= PLAIN:
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         if not all(map(nested.is_jagged, (query, key, value))):
             return "a tensor subclass, or no tensor"
     elif query.is_nested or min(query.ndim, key.ndim, value.ndim) < 2:
@@ -292,9 +292,7 @@ def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str |
 
 
 def _watched() -> str | None:
-    """The reason, if the call is exported or traced, or a mode may test for torch's function."""
-    if torch.compiler.is_exporting():
-        return "torch.export: what is exported runs without fastattn"
+    """The reason, if the call is traced, or a mode may test for torch's function."""
     if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
         return "torch.jit: what is traced runs without fastattn"
     for at in range(torch._C._len_torch_function_stack()):
@@ -304,7 +302,10 @@ def _watched() -> str | None:
 
 
 def _chosen() -> str | None:
-    """The reason, if a setting asks for a kernel of torch's, or a transform is active."""
+    """The reason, if the call is exported, a setting asks for a kernel of torch's, or a transform
+    is active."""
+    if torch.compiler.is_exporting():
+        return "torch.export: what is exported runs without fastattn"
     # Libraries such as x-transformers enable the kernels that they know: at least these two.
     if not (torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()):
         return "sdpa_kernel(...) or torch.backends.cuda ruled out flash or math"
@@ -317,5 +318,6 @@ def _chosen() -> str | None:
     return None
 
 
-# torch.compile calls it once, when it traces. Then torch chooses its own kernel, too.
+# torch.compile calls it once, when it traces. Then torch chooses its own kernel, too. Code that is
+# traced would not learn whether it is exported: Dynamo of torch 2.8 takes is_exporting() for True.
 _chosen._dynamo_marked_constant = True  # ty: ignore

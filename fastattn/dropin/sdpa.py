@@ -17,6 +17,7 @@ from ..api import attend, autocast, may_autocast
 from ..call.spec import TOKENS
 from ..call.validation import need_dense
 from ..dispatch.torch_function import handle, is_compiling, is_overridden
+from ..require_torch import TORCH_VERSION
 from . import nested
 
 
@@ -132,6 +133,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, orders: tuple[str, str], **rest: An
 # --------------------------------------------------------------------------------- memory layout
 
 CONTIGUOUS = "BHM", "BHM"
+FLASH_TAKES_GROUPS = TORCH_VERSION >= (2, 9)  # on CPUs
 
 
 def _memory_orders(q, k, v, mask, dropout_p, enable_gqa) -> tuple[str, str]:
@@ -142,7 +144,7 @@ def _memory_orders(q, k, v, mask, dropout_p, enable_gqa) -> tuple[str, str]:
         not dropout_p
         and B == Bk == Bv
         and Hk == Hv
-        and (Hk == H or (enable_gqa and Hk and H % Hk == 0))
+        and (Hk == H or (enable_gqa and FLASH_TAKES_GROUPS and Hk and H % Hk == 0))
         and D == Dk == Dv
         and (mask is None or (mask.ndim in (2, 4) and not mask.requires_grad))
     )

@@ -36,7 +36,7 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            made.error("--plot needs matplotlib: pip install 'fastattn[examples]'")
+            made.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 

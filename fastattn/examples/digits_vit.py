@@ -82,7 +82,7 @@ def load() -> tuple[Digits, Digits]:
         from sklearn.datasets import load_digits
     except ImportError:
         why = "the digits come with scikit-learn, which is missing"
-        raise SystemExit(f"{why}: pip install 'fastattn[examples]'") from None
+        raise SystemExit(f"{why}: pip install scikit-learn") from None
     found = load_digits()
     images, labels = torch.from_numpy(found.images).float() / 16, torch.from_numpy(found.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))

@@ -10,6 +10,11 @@ from torch import Tensor
 from ..call.quantisation import STORAGE, quantised
 
 
+def indexable(x: Tensor) -> Tensor:
+    """x, or its bytes where it is of float8, which torch does not index on CPUs before 2.10."""
+    return x.view(torch.int8) if x.itemsize == 1 else x
+
+
 class Claim(NamedTuple):
     """Pages that a call takes from a pool and gives back. The pool does not change until
     `Pool.settle`."""
@@ -22,7 +27,8 @@ class Claim(NamedTuple):
         device = self.kept["k"].device
         pages, to = pages.to(device), to.to(device)
         for x in self.kept.values():
-            x[to] = x[pages]
+            stored = indexable(x)
+            stored[to] = stored[pages]
 
 
 class Pool:

@@ -21,7 +21,7 @@ from ..call.quantisation import STORAGE
 from ..call.scalars import whole
 from ..call.validation import DTYPES
 from ..score_mods.tracing import MaskMod, ScoreMod
-from .block_pool import Claim, Pool, used, write
+from .block_pool import Claim, Pool, indexable, used, write
 
 Counts = int | Sequence[int] | Tensor
 F = TypeVar("F", bound=Callable[..., Any])
@@ -716,7 +716,8 @@ class KVCache:
         pages = self._table[b, : -(-int(self._lengths[b]) // self.page_size)]
         end = int(self._lengths[b])
         pages = pages.to(self._pool.k.device)
-        return {name: x[pages].flatten(0, 1)[first:end] for name, x in self._pool.kept.items()}
+        taken = {name: indexable(x)[pages].view(x.dtype) for name, x in self._pool.kept.items()}
+        return {name: x.flatten(0, 1)[first:end] for name, x in taken.items()}
 
     def _counts(self, name: str, counts: Counts) -> Tensor:
         found = _whole(name, counts)

@@ -48,7 +48,7 @@ def test_a_torch_without_code_for_the_gpu_is_named(monkeypatch):
 @pytest.mark.parametrize("status", [0, 1])
 def test_versions_that_are_too_old_are_named(status, monkeypatch):
     """Those of needed packages are wrong, those of others a remark."""
-    text = "python has triton 3.5.1, expected 3.6 or newer\n"
+    text = "python has triton 3.3.1, expected 3.4 or newer\n"
     done = SimpleNamespace(returncode=status, stderr=text)
     monkeypatch.setattr(first_contact.subprocess, "run", lambda *about, **options: done)
     if status:

@@ -123,7 +123,7 @@ def test_a_picture_that_cannot_be_drawn_raises_at_once(monkeypatch, capsys):
     assert common.parse(made, []).plot is None
     with pytest.raises(SystemExit):
         common.parse(made, ["--plot"])
-    assert "pip install 'fastattn[examples]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_picture_is_named_after_the_example():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import fastattn
+from fastattn.require_torch import TORCH_VERSION
 from tests.support import saved_objects
 from tests.support.checkout import ROOT
 
@@ -81,6 +82,8 @@ print("4 results")
 @pytest.mark.parametrize("file", PROGRAMS, ids=lambda path: path.stem)
 def test_saved_programs_run(file):
     """A saved program contains the names of the operators' arguments."""
+    if TORCH_VERSION < (2, 9):
+        pytest.skip("torch 2.8 reads no programs that a later version saved")
     done = subprocess.run([sys.executable, "-c", RUNS, file], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["4", "results"]

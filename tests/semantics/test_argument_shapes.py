@@ -38,9 +38,13 @@ class Layout:
     keys: tuple = ()
 
     @property
+    def first(self):
+        """The first row and the first key of each sequence, and their numbers."""
+        return [list(itertools.accumulate(x, initial=0)) for x in (self.rows, self.keys)]
+
+    @property
     def offsets(self):
-        each = (itertools.accumulate(x, initial=0) for x in (self.rows, self.keys))
-        return [torch.tensor(list(x)) for x in each]
+        return [torch.tensor(x) for x in self.first]
 
     def inputs(self, dtype):
         """q, k and v by name."""
@@ -64,7 +68,7 @@ class Layout:
         if not self.rows:
             return fastattn.reference.attention(q, k, v, return_lse=True, **given)
         found = []
-        for b, (rows, keys) in enumerate(zip(*(x.tolist() for x in self.offsets), strict=True)):
+        for b, (rows, keys) in enumerate(zip(*self.first, strict=True)):
             if b == self.sizes["B"]:
                 break
             own = slice(rows, rows + self.rows[b]), slice(keys, keys + self.keys[b])
@@ -304,7 +308,7 @@ def in_pages(x, table):
     """The rows (S,...) of all sequences in pages (P,page,...); unused places are NaN, or -1."""
     nothing = torch.nan if x.is_floating_point() else -1
     pages = torch.full((PAGES, PAGE, *x.shape[1:]), nothing, dtype=x.dtype)
-    for b, (first, keys) in enumerate(zip(PACKED.offsets[1].tolist(), PACKED.keys)):
+    for b, (first, keys) in enumerate(zip(PACKED.first[1], PACKED.keys)):
         for j in range(keys):
             pages[table[b, j // PAGE], j % PAGE] = x[first + j]
     return pages

@@ -25,6 +25,7 @@ from tests.support.flex_functions import (
     modified,
     visible,
 )
+from tests.support.torch_version import NO_AUX_REQUEST, needs, skip_without
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 M, N, D, DV = 37, 41, 16, 24
@@ -170,6 +171,7 @@ def test_torchs_function(score, mask):
     given, score_mod = tensors(), ALL_SCORE_MODS[score]
     blocks = torchs.create_block_mask(MASK_MODS[mask], B, H, M, N, device="cpu", BLOCK_SIZE=16)
     named = dict(score_mod=score_mod, block_mask=blocks, enable_gqa=True, scale=0.3)
+    skip_without(NO_AUX_REQUEST)
     aux = torchs.AuxRequest(lse=True)
     expected, of_rows = torchs.flex_attention(*given, **named, return_aux=aux)
     out, found = fastattn.flex_attention(*given, **named, return_aux=aux)
@@ -179,6 +181,7 @@ def test_torchs_function(score, mask):
     assert out.stride() == expected.stride()
 
 
+@needs(NO_AUX_REQUEST)
 def test_max_scores():
     given = tensors(M=300, N=41)
     score_mod = lambda s, b, h, i, j: s - 0.1 * h + 0.01 * (i % 7) * j  # noqa: E731

@@ -5,13 +5,15 @@ import io
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention import flex_attention as torchs
+from torch.nn.attention.flex_attention import create_block_mask
 
 import fastattn
 from fastattn.call.spec import Options, Tensors
 from fastattn.score_mods.tracing import trace_score_mod
 from fastattn.score_mods.unlowered import Unlowered, is_unlowered, lowered_call
 from tests.support.program_operators import CASES, IDS, function_of
+from tests.support.torch_version import NO_AUX_REQUEST, skip_without
 
 B, H, N, D = 2, 4, 37, 16
 G = torch.Generator().manual_seed(3)
@@ -59,7 +61,8 @@ def each(q, k, v):
 
 
 def largest(q, k, v):
-    aux = AuxRequest(lse=True, max_scores=True)
+    skip_without(NO_AUX_REQUEST)
+    aux = torchs.AuxRequest(lse=True, max_scores=True)
     out, aux = fastattn.flex_attention(q, k, v, relative, return_aux=aux)
     return out + (aux.lse + aux.max_scores.detach())[..., None]
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fastattn
+from fastattn.require_torch import TORCH_VERSION
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's exporter emits warnings
@@ -129,6 +130,8 @@ def test_calls(name, exporter):
 @exporters
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_the_module(need_weights, exporter):
+    if exporter == "dynamo" and not need_weights and TORCH_VERSION < (2, 9):
+        pytest.skip("the exporter of torch 2.8 has no results that are None")
     module = fastattn.MultiheadAttention(E, 4, batch_first=True)
     model = Padded(module, need_weights).eval()
     given = {name: torch.randn(B, n, E) for name, n in (("q", M), ("k", N), ("v", N))}

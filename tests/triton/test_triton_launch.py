@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from bench.benchmarks import launch_overhead
-from fastattn.backends.triton import Triton, interpreted
+from fastattn.backends.triton import Triton
 from fastattn.backends.triton_support import job, launch_cache, runtime, tile_configs
 from fastattn.call import spec, validation
 from tests.support.backends import needs_triton
 
 pytestmark = [
     needs_triton,
-    pytest.mark.skipif(interpreted(), reason="nothing is compiled in the interpreter"),
+    pytest.mark.skipif(
+        launch_overhead.why_no_triton() is not None, reason=str(launch_overhead.why_no_triton())
+    ),
 ]
 DIMS = dict(B=1, H=2, M=20, N=70, D=16)
 LONG = dict(M=1, N=4000)
@@ -339,11 +341,11 @@ def test_a_kernel_that_does_not_fit_raises_each_time(stub, monkeypatch):
             forward(s, t)
 
 
-def test_a_newer_triton_launches_by_itself(stub, derived, monkeypatch):
+@pytest.mark.parametrize("end, step", [("OLDEST", -1), ("NEWEST", 1)])
+def test_an_older_and_a_newer_triton_launch_by_themselves(end, step, stub, derived, monkeypatch):
+    major, minor = getattr(launch_cache, end)
     monkeypatch.setattr(launch_cache, "_known", launch_cache._known.__wrapped__)
-    monkeypatch.setattr(
-        launch_cache, "version", lambda: (launch_cache.NEWEST[0], launch_cache.NEWEST[1] + 1)
-    )
+    monkeypatch.setattr(launch_cache, "version", lambda: (major, minor + step))
     s, t = described()
     forward(s, t)
     forward(s, t)

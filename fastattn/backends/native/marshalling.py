@@ -34,7 +34,7 @@ Kind = bytes | tuple[Any, ...]  # hashable; comparable with kinds of the same im
 SpecializationKey = bytes | tuple[Any, ...]  # likewise
 
 # Not the subclasses that override dispatch.
-PLAIN: frozenset[type[Tensor]] = frozenset({Tensor, torch.nn.Parameter})
+PLAIN = Tensor, torch.nn.Parameter
 
 # --------------------------- `Argument.passed_as`: strides (in elements) and sizes of each FaTensor
 

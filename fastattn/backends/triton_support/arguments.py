@@ -68,7 +68,10 @@ def is_latent(spec: AttentionSpec, t: Tensors) -> bool:
 
 def tf32() -> bool:
     """True if the user lets torch compute float32 products in tf32."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):  # before torch 2.9
+        return matmul.allow_tf32
+    return matmul.fp32_precision == "tf32"
 
 
 def describable(x: Tensor) -> bool:

@@ -25,7 +25,9 @@ from ..cuda_errors import why_unwritable
 from ..native.marshalling import specialization_key
 from . import tile_configs, toolchain
 
-NEWEST = (3, 9)  # a later Triton may derive kernels from more, so its own launch runs
+# Outside of these versions Triton's own launch runs: a later one may derive kernels from more, an
+# earlier one has another launcher.
+OLDEST, NEWEST = (3, 6), (3, 9)
 MOST = 256  # cached launches of one spec
 
 
@@ -42,7 +44,7 @@ def version() -> tuple[int, ...] | None:
 
 @functools.cache
 def _known() -> bool:
-    return not interpreted() and (version() or NEWEST) <= NEWEST
+    return not interpreted() and OLDEST <= (version() or NEWEST) <= NEWEST
 
 
 @functools.cache
@@ -134,7 +136,8 @@ class Launch(NamedTuple):
 def alike(args: tuple[Any, ...], *about: Any) -> tuple[Any, ...] | None:
     """The key by which calls of one spec share launches; None if Triton's own launch must run.
 
-    It must run if launch hooks are set, in the interpreter, and with a Triton newer than NEWEST.
+    It must run if launch hooks are set, in the interpreter, and with a Triton before OLDEST or
+    after NEWEST.
     args: the arguments that all kernels of the call draw from.
     """
     if not _known():

@@ -14,7 +14,7 @@ from .. import cuda_errors, gpu
 from . import launch_cache, tile_configs
 from .launch_cache import interpreted, version
 
-OLDEST = (3, 6)
+OLDEST = 3, 4
 
 
 @functools.cache

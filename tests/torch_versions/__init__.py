@@ -1,0 +1,1 @@
+"""Test fastattn's wheel with several versions of torch and of Python: `make test-torch`."""

@@ -1,0 +1,163 @@
+"""Run a slice of the tests with several versions of torch and of Python, each with its own Triton.
+
+python -m tests.torch_versions 2.8 2.10      these versions of torch, with this Python
+    --pythons python3.10 python3.13          with each of these Pythons
+    --tier test                              a larger slice: tests/README.md
+    --save                                   write the table into results.md
+
+The wheel is installed into each environment, so the tests run what a user would install. Exits with
+1 if a test fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from tests.torch_versions.environment import ROOT, Environment, NotServed, wheel
+
+RESULTS = Path(__file__).with_name("results.md")
+# Tests of the checkout itself, or of tools that these environments do not have.
+LEFT_OUT = ("tests/package", "tests/cuda", "tests/emulator", "tests/mutation", "tests/sanitize_cpu")
+LEFT_OUT += ("tests/bench", "tests/gpu", "tests/distributed")
+
+
+class Outcome(NamedTuple):
+    """What a run of the tests gave.
+
+    declined: the reasons of tests that did not run, and how many had each.
+    """
+
+    passed: int
+    failed: list[str]
+    declined: Counter[str]
+    seconds: float
+
+
+def run(environment: Environment, tier: str, workers: int) -> Outcome:
+    """Run the slice against the installed wheel.
+
+    The working folder has links to the tests and to bench, and no fastattn that would hide the
+    installed one.
+    """
+    tree = environment.folder / "tree"
+    tree.mkdir(exist_ok=True)
+    for name in ("tests", "bench"):
+        if not (tree / name).is_symlink():
+            (tree / name).symlink_to(ROOT / name)
+    report = environment.folder / "report.xml"
+    report.unlink(missing_ok=True)
+    options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--tier={tier}"]
+    options += [
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(ROOT),
+        "-o",
+        f"pythonpath={tree}",
+    ]
+    options += [f"-n{workers}", "--dist=worksteal"] if workers > 1 else []
+    options += [f"--ignore={ROOT / name}" for name in LEFT_OUT]
+    start = time.monotonic()
+    command = [environment.folder / "bin" / "pytest", *options, ROOT / "tests"]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    (environment.folder / "log.txt").write_text(done.stdout + done.stderr)
+    if not report.exists():
+        raise RuntimeError(f"pytest stopped: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return _read(report, time.monotonic() - start)
+
+
+def _read(report: Path, seconds: float) -> Outcome:
+    passed, failed, declined = 0, [], Counter()
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        elif (skipped := case.find("skipped")) is not None:
+            declined[skipped.get("message", "")] += 1
+        else:
+            passed += 1
+    return Outcome(passed, failed, declined, seconds)
+
+
+def summary(outcome: Outcome) -> str:
+    """The counts of an outcome in a line."""
+    counts = outcome.passed, len(outcome.failed), sum(outcome.declined.values())
+    return "{} passed, {} failed, {} declined in {:.0f} s".format(*counts, outcome.seconds)
+
+
+def row(about: dict, outcome: Outcome) -> str:
+    """A line of the table."""
+    triton = re.sub(r"torch sees no .*|no NVIDIA .*", "no GPU here", about["backends"]["triton"])
+    cells = (
+        about["torch"],
+        about["python"],
+        about["architecture"],
+        about["backends"]["cpu"],
+        about["extension"],
+        f"{about['triton']}: {triton}",
+        str(outcome.passed),
+        str(len(outcome.failed)),
+        str(sum(outcome.declined.values())),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+HEADER = """# Versions of torch and of Python that were tested
+
+Written by `make test-torch SAVE=1`. Each row is one environment with the same abi3 wheel.
+"Declined" counts tests that did not run; the reasons are below.
+
+| torch | Python | architecture | CPU kernels | extension | Triton | passed | failed | declined |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def table(rows: list[str], declined: dict[str, Counter[str]]) -> str:
+    """The page of results."""
+    text = HEADER + "\n".join(rows) + "\n"
+    for name, reasons in declined.items():
+        text += f"\n## Declined with {name}\n\n"
+        text += "".join(f"- {count}: {reason}\n" for reason, count in reasons.most_common())
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.torch_versions", description=__doc__)
+    parser.add_argument("versions", nargs="+")
+    parser.add_argument("--pythons", nargs="+", default=[sys.executable])
+    parser.add_argument("--tier", default="check")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args(arguments)
+    built, rows, declined, bad = wheel(), [], {}, 0
+    for version in options.versions:
+        for interpreter in options.pythons:
+            environment = Environment(version, interpreter)
+            try:
+                environment.make(built)
+            except NotServed as why:
+                print(f"torch {version}, {interpreter}: not run: {why}", flush=True)
+                continue
+            about = environment.about()
+            outcome = run(environment, options.tier, options.workers)
+            name = f"torch {about['torch']}, Python {about['python']}"
+            rows.append(row(about, outcome))
+            declined[name] = outcome.declined
+            bad += len(outcome.failed)
+            print(f"{name}: {summary(outcome)}", flush=True)
+            for test in outcome.failed:
+                print(f"  failed: {test}", flush=True)
+    if options.save:
+        RESULTS.write_text(table(rows, declined))
+    return 1 if bad or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
