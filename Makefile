@@ -15,6 +15,7 @@
 #                repeat what fails, and exits with 1. MINUTES=2 by default. ARGS="--seed 5"
 # make gpu       the first hour with a GPU: build, tests, sanitizers, timings beside torch's kernels and
 #                flash-attn; leaves a JSON and a page in bench/results/gpu. With none, a rehearsal
+# make wheels    build a wheel that installs without a compiler, and the sdist, into dist/; check both
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
 # make sanitize-cpu   run random calls of the CPU kernels, and of the CUDA kernels on the emulator,
 #                under GCC's address, undefined behaviour and thread sanitizers. Ends within 20 minutes,
@@ -51,7 +52,7 @@ OLDEST := build/triton-3.6.0
 # beside PyPI's torchvision) it cannot be imported, and where it is installed transformers cannot.
 VISION := build/vision-0.28.0
 
-.PHONY: help bench check test test-rest test-all test-interpreter test-torch test-gpu test-cuda test-ptx fuzz gpu sanitize sanitize-cpu aot instructions ledger lint format types setup
+.PHONY: help bench check test test-rest test-all test-interpreter test-torch test-gpu test-cuda test-ptx fuzz gpu wheels sanitize sanitize-cpu aot instructions ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -97,6 +98,9 @@ fuzz: setup
 gpu:
 	@$(MAKE) setup || $(MAKE) setup FASTATTN_CUDA=off
 	@$(PYTHON) -m bench gpu $(ARGS)
+
+wheels: setup
+	@$(PYTHON) .ci/wheels.py
 
 # The features, small: a thousand times slower, they still take minutes. torch's own allocator would
 # hide what lies beyond a tensor.

@@ -17,6 +17,7 @@ from . import (
 )
 from .api import attention, attention_packed, attention_weights
 from .backends.base import available_backends
+from .backends.native import libraries
 from .call.place import Place
 from .dispatch import (
     dispatcher,
@@ -82,7 +83,7 @@ dispatcher.HANDLERS["DTensor"] = library_ops.opaque_to_dynamo(_call_on_dtensors)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_TORCHS, "distributed", "__version__"])
+    return sorted([*__all__, *_TORCHS, "distributed", "__build__", "__version__"])
 
 
 # Makers of mask_mods of torch's. Importing their module takes longer than the other names do.
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from . import distributed as distributed
 
     __version__: str
+    __build__: dict[str, str]
 else:
 
     def __getattr__(name: str) -> Any:
@@ -112,4 +114,6 @@ else:
                 return installed("fastattn")
             except PackageNotFoundError:  # imported from a folder, not installed
                 return FALLBACK
+        if name == "__build__":
+            return libraries.build()
         return moved_modules.attributes(__name__)(name)

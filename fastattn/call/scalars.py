@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import SymFloat, SymInt, Tensor
 
+BOOLS = "bool", "bool_"  # Python's, and numpy's, which older versions of it take for an index
 _ALIGNMENTS = {
     False: "",
     True: "top_left",
@@ -46,7 +47,7 @@ def whole(name: str, x: Any, expected: str) -> Any:
     if type(x) is int or isinstance(x, SymInt):
         return x
     try:
-        if not isinstance(x, (bool, Tensor)):
+        if not isinstance(x, Tensor) and type(x).__name__ not in BOOLS:
             return operator.index(x)
     except TypeError:
         pass

@@ -133,18 +133,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, orders: tuple[str, str], **rest: An
 # --------------------------------------------------------------------------------- memory layout
 
 CONTIGUOUS = "BHM", "BHM"
-FLASH_TAKES_GROUPS = TORCH_VERSION >= (2, 9)  # on CPUs
+# torch's flash kernel for CPUs takes grouped heads from 2.9 on, and from 2.14 on tensors of three
+# dimensions, and one head of keys and values for all heads.
+FLASH_TAKES_GROUPS, FLASH_TAKES_MORE = TORCH_VERSION >= (2, 9), TORCH_VERSION >= (2, 14)
 
 
 def _memory_orders(q, k, v, mask, dropout_p, enable_gqa) -> tuple[str, str]:
     """The memory orders of the result and of the gradients that torch's function gives 4-D query,
     key and value: those of its flash kernel for CPUs if it takes that, else of its math kernel."""
     (B, H, _, D), (Bk, Hk, _, Dk), (Bv, Hv, _, Dv) = q.shape, k.shape, v.shape
+    grouped = enable_gqa and FLASH_TAKES_GROUPS and Hk and H % Hk == 0
     takes_flash = (
         not dropout_p
         and B == Bk == Bv
         and Hk == Hv
-        and (Hk == H or (enable_gqa and FLASH_TAKES_GROUPS and Hk and H % Hk == 0))
+        and (Hk == H or grouped or (Hk == 1 and FLASH_TAKES_MORE))
         and D == Dk == Dv
         and (mask is None or (mask.ndim in (2, 4) and not mask.requires_grad))
     )
@@ -247,13 +250,18 @@ def _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa) -> Tensor:
         raise RuntimeError(
             "enable_gqa: got tensors of 2 dimensions, expected 3 or more: dimension -3 is heads"
         )
+    may_flash = FLASH_TAKES_MORE and q.ndim == k.ndim == v.ndim == 3
     q, k, v = (x[(None,) * (max(rank, 4) - x.ndim)] for x in (q, k, v))
+    orders = CONTIGUOUS
+    if may_flash:
+        of_items = mask if mask is None or mask.ndim < 3 else mask[None]
+        orders = _memory_orders(q, k, v, of_items, dropout_p, enable_gqa)
     q, k, v = _match_heads(q, k, v, enable_gqa)
     lead = _broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (_merge(x, lead) for x in (q, k, v))
     mask = _merge_mask(mask, lead)
     given: dict[str, Any] = dict(mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
-    out = _attend(q, k, v, CONTIGUOUS, **given).unflatten(0, lead)
+    out = _attend(q, k, v, orders, **given).unflatten(0, lead)
     return out[(0,) * (max(rank, 4) - rank)]
 
 

@@ -325,6 +325,7 @@ def test_the_modules_of_fastattn_nn(name):
 # -------------------------------------------------------------------------------------- users of fx
 
 
+@pytest.mark.filterwarnings("ignore:quantized_resize_cpu_")  # torch 2.15
 def test_quantization_of_a_graph_leaves_attention_as_it_leaves_torchs():
     from torch.ao.quantization import get_default_qconfig_mapping
     from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx

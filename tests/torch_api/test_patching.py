@@ -1,5 +1,6 @@
 """sdpa, patch and unpatch: calls of torch's function run on ours, or unchanged on torch's."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn.dropin import patching
+from fastattn.require_torch import TORCH_VERSION
 
 TORCHS = F.scaled_dot_product_attention
 # torch warns of nested tensors (a prototype), torch.jit (deprecated), and its slow vmap of sdpa.
@@ -274,10 +276,16 @@ def test_small_calls_cost_less_on_torchs(calls, monkeypatch):
 
 
 def test_a_mask_with_is_causal_runs_as_in_torch(calls):
-    """torch's flash attention accepts a mask together with is_causal and applies both."""
-    wanted = TORCHS(Q, Q, Q, KEEP[..., :5], is_causal=True)
+    """torch's flash kernel applies a mask together with is_causal; from 2.14 on it refuses."""
+    given = Q, Q, Q, KEEP[..., :5]
+    if TORCH_VERSION >= (2, 14):
+        for patched in (contextlib.nullcontext(), fastattn.sdpa()):
+            with patched, pytest.raises(RuntimeError, match="should not be set when is_causal"):
+                F.scaled_dot_product_attention(*given, is_causal=True)
+        return
+    wanted = TORCHS(*given, is_causal=True)
     with fastattn.sdpa():
-        found = F.scaled_dot_product_attention(Q, Q, Q, KEEP[..., :5], is_causal=True)
+        found = F.scaled_dot_product_attention(*given, is_causal=True)
     assert len(calls) == 1
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
@@ -352,4 +360,6 @@ def test_compiled_graphs_keep_to_the_rules():
     assert graph(Module(), Q) and graph(Module(), Q[0])
     assert not graph(math, Q)
     assert not graph(torch.func.grad(summed), Q)
-    assert not graph(lambda q: F.scaled_dot_product_attention(q, q, q, KEEP[..., :5], 0.0, True), Q)
+    if TORCH_VERSION < (2, 14):  # later, torch refuses a mask together with is_causal
+        both = KEEP[..., :5], 0.0, True
+        assert not graph(lambda q: F.scaled_dot_product_attention(q, q, q, *both), Q)

@@ -3,7 +3,7 @@
 python -m tests.torch_versions 2.8 2.10      these versions of torch, with this Python
     --pythons python3.10 python3.13          with each of these Pythons
     --tier test                              a larger slice: tests/README.md
-    --save                                   write the table into results.md
+    --save                                   add the outcomes to results.md and results.json
 
 The wheel is installed into each environment, so the tests run what a user would install. Exits with
 1 if a test fails.
@@ -12,6 +12,7 @@ The wheel is installed into each environment, so the tests run what a user would
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from xml.etree import ElementTree
 
 from tests.torch_versions.environment import ROOT, Environment, NotServed, wheel
 
-RESULTS = Path(__file__).with_name("results.md")
+RESULTS = Path(__file__).with_name("results.json")  # of all runs; results.md is made from it
 # Tests of the checkout itself, or of tools that these environments do not have.
 LEFT_OUT = ("tests/package", "tests/cuda", "tests/emulator", "tests/mutation", "tests/sanitize_cpu")
 LEFT_OUT += ("tests/bench", "tests/gpu", "tests/distributed")
@@ -128,6 +129,22 @@ def table(rows: list[str], declined: dict[str, Counter[str]]) -> str:
     return text
 
 
+def save(rows: list[str], declined: dict[str, Counter[str]]) -> None:
+    """Add these outcomes to those of other versions that are kept, and write the page of all."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for line, (name, reasons) in zip(rows, declined.items(), strict=True):
+        kept[name] = dict(row=line, declined=dict(reasons))
+    kept = dict(sorted(kept.items(), key=lambda each: _numbers(each[0])))
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    every = {name: Counter(each["declined"]) for name, each in kept.items()}
+    page = table([each["row"] for each in kept.values()], every)
+    RESULTS.with_suffix(".md").write_text(page)
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", name.replace("cu", " "))]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torch_versions", description=__doc__)
     parser.add_argument("versions", nargs="+")
@@ -155,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
             for test in outcome.failed:
                 print(f"  failed: {test}", flush=True)
     if options.save:
-        RESULTS.write_text(table(rows, declined))
+        save(rows, declined)
     return 1 if bad or not rows else 0
 
 

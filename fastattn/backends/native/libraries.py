@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import os
 import struct
 import sys
@@ -234,6 +235,14 @@ def _note(candidates: list[Path], name: str) -> str:
     where = ", ".join(map(str, candidates))
     why = next((p.read_text() for p in notes if os.path.exists(p)), None)
     return why or f"no {where} (pip install .)"
+
+
+def build() -> dict[str, str]:
+    """What set-up wrote of the libraries that it built: the commit of their sources, the compiler,
+    the instruction sets, and why there are no CUDA kernels or no extension ("" if there are). Empty
+    if they were not built."""
+    path = next((p for p in _candidates("build.json") if os.path.exists(p)), None)
+    return {} if path is None else json.loads(path.read_text())
 
 
 @functools.cache
