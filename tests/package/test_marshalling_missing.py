@@ -60,7 +60,7 @@ def test_one_of_another_abi_is_not_used(loaded, monkeypatch):
 def test_a_torch_without_dlpack_exchange_is_a_reason(loaded, monkeypatch):
     path = Path(marshalling.extension.__file__)
     monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
-    assert "it does not load" in loaded(path) and "dlpack" in loaded(path)
+    assert "expected 2.10 or newer, which has DLPack's table" in loaded(path)
 
 
 @pytest.mark.parametrize("header", [None, "#error of an old Python"], ids=["none", "broken"])

@@ -295,12 +295,14 @@ def _load_extension() -> ModuleType | str:
         return f"it was not built: {_note(candidates, 'no_extension.txt')}"
     if why := why_broken(path):
         return f"it does not load: {why}"
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        return f"got torch {torch.__version__}, expected 2.10 or newer, which has DLPack's table"
     spec = util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     try:
         module = util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except (ImportError, AttributeError, ValueError) as error:  # a torch without DLPack's C table
+    except (ImportError, AttributeError, ValueError) as error:
         return f"it does not load: {error}"
     if module.fields != FIELDS:
         return f"{path} was built from another version of csrc/abi.h; build it again"
