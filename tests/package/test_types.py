@@ -138,7 +138,7 @@ def test_repeated_lists_of_arguments_agree():
 
 
 def test_completion_offers_public_names_alone():
-    lazy = {"and_masks", "distributed", "or_masks", "__version__"}
+    lazy = {"and_masks", "distributed", "or_masks", "__build__", "__version__"}
     assert set(dir(fastattn)) == {*fastattn.__all__} | lazy
     modules = {x for x in dir(fastattn) if inspect.ismodule(getattr(fastattn, x))}
     assert modules == {"flash_attn", "integrations", "mla", "nn", "reference", "distributed"}
