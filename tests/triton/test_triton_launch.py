@@ -13,10 +13,8 @@ from bench.benchmarks import launch_overhead
 from fastattn.backends.triton import Triton
 from fastattn.backends.triton_support import job, launch_cache, runtime, tile_configs
 from fastattn.call import spec, validation
-from tests.support.backends import needs_triton
 
 pytestmark = [
-    needs_triton,
     pytest.mark.skipif(
         launch_overhead.why_no_triton() is not None, reason=str(launch_overhead.why_no_triton())
     ),
