@@ -3,6 +3,7 @@
 Faults are seeded in a copy of the sources, compiled for one instruction set and float32 only.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from fastattn.backends.native import libraries
 from tests.mutation.test_cpu_mutants import ONLY_FLOAT32
 from tests.sanitize_cpu import __main__ as command
 from tests.sanitize_cpu import builds, calls, guards, watch
+from tests.sanitize_cpu.parts import PARTS
 from tests.support import build_lock
 from tests.support.backends import not_interpreted
 from tests.support.checkout import ROOT
@@ -189,7 +191,7 @@ FAULTS = {
         "runtime error: index",
     ),
     "one key too many": Fault(
-        "cpu/runtime/packed_batch.h",
+        "cpu/score/sequence.h",
         "one.N = p.cu_k[b + 1] - p.cu_k[b];",
         "one.N = p.cu_k[b + 1] - p.cu_k[b] + 1;",
         "address:packed/33/float32/generic/last",
@@ -242,11 +244,22 @@ def library(fault, folder):
     shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
     file = sources / fault.file
     text = file.read_text()
-    assert text.count(fault.old) == 1, f"{fault.file} has {text.count(fault.old)} times {fault.old}"
     file.write_text(text.replace(fault.old, fault.new))
     objects = kernels(sanitizers), sources / "cpu/runtime/library.cpp"
     compile_with(sanitizers, "-shared", *objects, "-o", folder / "libfastattn_cpu.so")
     return folder
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_line_of_a_fault_is_in_its_file(name):
+    fault = FAULTS[name]
+    assert (ROOT / "csrc" / fault.file).read_text().count(fault.old) == 1
+
+
+@pytest.mark.parametrize("name", [x for x in FAULTS if FAULTS[x].case.startswith("threads")])
+def test_the_case_of_a_fault_is_among_those_that_threads_run(name):
+    part, *case = re.split("[:/]", FAULTS[name].case)
+    assert case in [[str(x) for x in call] for call in PARTS[part].calls(seed=1)]
 
 
 @pytest.mark.parametrize("name", FAULTS)

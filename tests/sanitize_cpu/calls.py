@@ -17,6 +17,7 @@ from tests.support import cache_model, tangents
 from tests.support.cases import DTYPES, FEATURES, Dims, build
 
 HEAD_DIMS = (*range(1, 131), 513, 576, 777, 1000)
+OF_THREADS = HEAD_DIMS[::12]  # sizes of the calls that run under ThreadSanitizer, which is slow
 SCORES = [f for f in FEATURES if of_scores((f,)) and f.group not in ("queries", "place", "dout")]
 
 

@@ -118,7 +118,7 @@ class Threads(Part):
 
         from . import calls
 
-        found = calls.all_of(libraries.cpu_isas(), head_dims=calls.HEAD_DIMS[:: len(calls.KINDS)])
+        found = calls.all_of(libraries.cpu_isas(), head_dims=calls.OF_THREADS)
         return calls.shuffled(found, seed)
 
     def make(self, call, seed):

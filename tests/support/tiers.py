@@ -107,6 +107,7 @@ SHARES = {
     "test_dtensor::test_the_table": (NONE, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
     "test_sanitize_cpu": (5, 2),
+    "test_sanitize_cpu::test_the_line_of_a_fault_is_in_its_file": (ALL, ALL),
     "test_sanitize_cpu::test_a_fault_is_detected": (NONE, NONE),  # they build libraries
     "test_sanitize_cpu::test_the_source_without_faults_passes": (NONE, NONE),
     "test_cuda_addresses": (NONE, NONE),  # builds an emulator that checks addresses
