@@ -24,6 +24,10 @@
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
 # make instructions   count what the CPU kernels execute, under valgrind; fails where that is more
 #                than recorded. ARGS=--accept: record it
+# make test-arm  cross-compile the CPU kernels for 64-bit Arm and run a slice of the tests on them under
+#                qemu, with torch's wheel for aarch64. ARGS="--tests tests/semantics/test_decode.py"
+# make instructions-arm   count what those execute, beside torch's kernel for Arm; as make instructions
+# make compilers compile the CPU kernels by Clang with libc++, for Arm, and for Windows; nothing is run
 # make ledger    count what the main loops of the GPU kernels issue, with no GPU, beside
 #                FlashAttention's; fails where that is more than recorded. ARGS=--accept: record it
 # make lint, make format, make types    check with ruff, ruff format and clang-format, and ty
@@ -52,7 +56,7 @@ OLDEST := build/triton-3.6.0
 # beside PyPI's torchvision) it cannot be imported, and where it is installed transformers cannot.
 VISION := build/vision-0.28.0
 
-.PHONY: help bench check test test-rest test-all test-interpreter test-torch test-gpu test-cuda test-ptx fuzz gpu wheels sanitize sanitize-cpu aot instructions ledger lint format types setup
+.PHONY: help bench check test test-rest test-all test-interpreter test-torch test-arm test-gpu test-cuda test-ptx fuzz gpu wheels sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -121,6 +125,15 @@ aot: setup $(OLDEST)
 
 instructions: setup
 	@$(PYTHON) -m bench.benchmarks.instructions $(ARGS)
+
+test-arm: setup
+	@nice $(PYTHON) -m tests.arm $(ARGS)
+
+instructions-arm: setup
+	@$(PYTHON) -m bench.benchmarks.arm_instructions $(ARGS)
+
+compilers:
+	@python3 .ci/compilers.py
 
 ledger: setup
 	@$(PYTHON) -m bench ledger $(ARGS)

@@ -4,7 +4,9 @@
 #pragma once
 #include <stdint.h>
 
-#if defined(__GNUC__)
+#if defined(_WIN32)
+#define FA_EXPORT __declspec(dllexport)
+#elif defined(__GNUC__)
 #define FA_EXPORT __attribute__((visibility("default")))
 #else
 #define FA_EXPORT

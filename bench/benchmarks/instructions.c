@@ -125,7 +125,8 @@ int main(int argc, char** argv) {
     for (int i = 0; i < kNumCases; ++i) puts(kCases[i].name);
     return 0;
   }
-  if (argc != 3) return fail("arguments", "another number", "an instruction set and a case");
+  if (argc != 3 && argc != 4)
+    return fail("arguments", "another number", "an instruction set, a case, and how many calls");
   if (fa_cpu_select(argv[1])) return fail("instruction set", argv[1], fa_cpu_isas());
   const struct Case* c = kCases;
   while (c < kCases + kNumCases && strcmp(c->name, argv[2])) ++c;
@@ -136,8 +137,9 @@ int main(int argc, char** argv) {
   // Other passes need its out and lse, too.
   struct FaCall p = call(c);
   int64_t status = fa_cpu_run(&p, FA_FORWARD);
-  p.params.workspace = aligned_alloc(64, (fa_cpu_workspace(&p.params, c->pass) + 63) / 64 * 64);
-  if (status == FA_OK) status = counted(&p, c->pass);
+  p.params.workspace = aligned_alloc(64, (fa_cpu_workspace(&p, c->pass) + 63) / 64 * 64);
+  for (int64_t calls = argc == 4 ? atoi(argv[3]) : 1; calls > 0 && status == FA_OK; --calls)
+    status = counted(&p, c->pass);
   if (status == FA_OK) return 0;
   return fail("status",
               status == FA_NO_MEMORY      ? "FA_NO_MEMORY"

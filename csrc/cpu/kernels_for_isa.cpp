@@ -57,33 +57,42 @@ bool decodes(const Params& p) {
   return !p.row_invariant && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
 }
 #else
+#if defined(FA_BF16_QUADS)
+using Bf16 = QuadBf16;
+#elif defined(FA_BF16_PRODUCTS)
+using Bf16 = PairedBf16;
+#endif
+
 IndexerTasks indexer_tasks(const FaIndexer& p) {
-#if defined(__AVX512BF16__)
-  if (p.q.dtype == FA_BF16) return indexer_with<PairedBf16>(p);
+#if defined(FA_BF16_PRODUCTS)
+  if (p.q.dtype == FA_BF16) return indexer_with<Bf16>(p);
 #endif
   return indexer_with<Plain<float>>(p);
 }
 
-template <class Mul>
+// `Few` multiplies where lanes are columns: few_rows.h. Where that is another class than Mul, Few is
+// also the Mul of calls of few rows: all passes of a call have the same roundings of scores.
+template <class Mul, class Few = Mul>
 Plan plan_with(const Params& p, int64_t pass) {
   using Tangent = Jvp<typename Mul::Real>;
-  const bool other_scores = Mul::pair > 1 || FewRows<Mul>::suit(p);  // than those of Plain
+  const bool other_scores = Mul::pair > 1 || FewRows<Few>::suit(p);  // than those of Plain
   switch (pass) {
     case FA_JVP:
       return Tangent::template plan<false>(p);
     case FA_FORWARD_JVP:
-      if (other_scores) return plan_with<Mul>(p, FA_FORWARD).then(plan_with<Mul>(p, FA_JVP));
+      if (other_scores)
+        return plan_with<Mul, Few>(p, FA_FORWARD).then(plan_with<Mul, Few>(p, FA_JVP));
       return Tangent::template plan<true>(p);
     case FA_SECOND:
     case FA_SECOND | kOtherScores:
       return Second<typename Mul::Real>::plan(p, other_scores || pass != FA_SECOND);
     case FA_FORWARD:
-      return FewRows<Mul>::suit(p) ? Decode<Mul>::plan(p) : Forward<Mul>::plan(p);
+      return FewRows<Few>::suit(p) ? Decode<Few>::plan(p) : Forward<Mul>::plan(p);
     case FA_WEIGHTS:
       return Weights<Mul>::plan(p);
     case FA_BACKWARD:
-      if (p.page) return PagedGradients<Mul>::plan(p);
-      return FewGradients<Mul>::suit(p) ? FewGradients<Mul>::plan(p) : Backward<Mul>::plan(p);
+      if (p.page) return PagedGradients<Few>::plan(p);
+      return FewGradients<Few>::suit(p) ? FewGradients<Few>::plan(p) : Backward<Mul>::plan(p);
     default:
       return Backward<Mul>::plan(p);
   }
@@ -91,8 +100,9 @@ Plan plan_with(const Params& p, int64_t pass) {
 
 Plan make_plan(const Params& p, int64_t pass) {
   if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);
-#if defined(__AVX512BF16__)
-  if (p.q.dtype == FA_BF16) return plan_with<PairedBf16>(p, pass);
+#if defined(FA_BF16_PRODUCTS)
+  if (p.q.dtype == FA_BF16 && FewRows<PairedBf16>::suit(p)) return plan_with<PairedBf16>(p, pass);
+  if (p.q.dtype == FA_BF16) return plan_with<Bf16, PairedBf16>(p, pass);
 #endif
   return plan_with<Plain<float>>(p, pass);
 }
@@ -144,7 +154,7 @@ template <class Mul>
 double peak(double seconds, double (*now)()) {
   using R = typename Mul::Real;
   using E = typename Mul::Element;
-  constexpr int chains = register_rows(kTileVectors) * kTileVectors;
+  constexpr int chains = register_rows(kRegisterVectors) * kRegisterVectors;
   constexpr int64_t batch = 1 << 14;
   Vec<R> acc[chains] = {};
   E x = E(0);
@@ -164,7 +174,7 @@ double peak(double seconds, double (*now)()) {
 }
 double measure_peak(int64_t dtype, double seconds, double (*now)()) {
   if (dtype == FA_F64) return peak<Plain<double>>(seconds, now);
-#if defined(__AVX512BF16__)
+#if defined(FA_BF16_PRODUCTS)
   if (dtype == FA_BF16) return peak<PairedBf16>(seconds, now);
 #endif
   return peak<Plain<float>>(seconds, now);

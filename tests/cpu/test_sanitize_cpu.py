@@ -178,8 +178,8 @@ class Fault:
 FAULTS = {
     "scratch of half its size": Fault(
         "cpu/runtime/library.cpp",
-        "std::aligned_alloc(64, size_)",
-        "std::aligned_alloc(64, size_ / 2)",
+        "allocate_lines(size_)",
+        "allocate_lines(size_ / 2)",
         "address:dense/64/float32/generic/last",
         "heap-buffer-overflow",
     ),

@@ -196,10 +196,10 @@ a draw takes another word: cpu/score/tile.h: dropout
 dP not dropped: cpu/score/tile.h: dropout
 -br[l] = w[l] >= rule.threshold ? br[l] * factor : R(0);
 +br[l] = br[l] * factor;
-tanh near 0 with the formula for large arguments: cpu/base/simd.h: weak_softcap
+tanh near 0 with the formula for large arguments: cpu/base/exp_tanh.h: weak_softcap
 -a < R(0.625) ? near : far
 +a < R(0) ? near : far
-tanh without its sign: cpu/base/simd.h: softcap
+tanh without its sign: cpu/base/exp_tanh.h: softcap
 -return x < R(0) ? -t : t;
 +return t;
 heads with different masks count as equal: cpu/score/tile.h: decode+head_bias_grad

@@ -3,6 +3,7 @@
 // rare after a row's first keys, so earlier sums are seldom rescaled. Each lane decides alone: a
 // row's result does not depend on the rows beside it.
 #pragma once
+#include "../base/exp_tanh.h"
 #include "amx_operand.h"
 
 namespace fa {

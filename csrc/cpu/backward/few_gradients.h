@@ -160,8 +160,8 @@ struct FewGradients {
                        const Buffers& buf) {
     const Plane values = plane(p.v, of.b, of.hk), dv = plane(p.dv, of.b, of.hk);
     const auto v = Operand<Mul>::along(values, keys.j0, keys.count, p.Dv, buf.v);
-    for (int64_t j = 0; j < keys.count; j += W) {
-      const int64_t n = std::min<int64_t>(W, keys.count - j);
+    for (int64_t j = 0; j < keys.count; j += Few::kKeys) {
+      const int64_t n = std::min(Few::kKeys, keys.count - j);
       Few::products({k.data + j * k.stride, k.stride}, n, p.D, buf.q, rows(p), R(p.scale),
                     buf.s + j, later(values, keys.j0 + j, pair));
       Few::products({v.data + j * v.stride, v.stride}, n, p.Dv, buf.dout, rows(p), R(1), buf.ds + j,
@@ -178,10 +178,10 @@ struct FewGradients {
     outer(dv, keys, weights, buf.dout_rows, n, p.Dv, R(1), later(dk, keys.j0), buf);
     outer(dk, keys, buf.ds, buf.q_rows, n, p.D, R(p.scale), {}, buf);
     const E* ds = Sum::operand(buf.ds, n, buf.ds_operand);
-    for (int64_t j = 0; j < keys.count; j += W) {
+    for (int64_t j = 0; j < keys.count; j += Few::kKeys) {
       const int64_t next = keys.end() + j;
-      Sum::add(ds, j, {k.data + j * k.stride, k.stride}, std::min<int64_t>(W, keys.count - j), n,
-               p.D, buf.dq, next + W <= p.N ? later(key, next) : Later{});
+      Sum::add(ds, j, {k.data + j * k.stride, k.stride}, std::min(Few::kKeys, keys.count - j), n,
+               p.D, buf.dq, next + Few::kKeys <= p.N ? later(key, next) : Later{});
     }
   }
 
@@ -272,7 +272,7 @@ struct FewGradients {
       sum(r, v, x);
     }
   };
-  template <int NV = kTileVectors>
+  template <int NV = kRegisterVectors>
   static void outer_columns(Broadcast<R> x, const R* y, int64_t ldy, int64_t rows, int64_t keys,
                             int64_t columns, Overwrite<R> to, Later later) {
     constexpr int64_t step = NV * W;

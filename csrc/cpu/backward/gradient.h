@@ -54,9 +54,10 @@ struct Gradient {
   static bool of_weights(const Params& p) { return p.dweights.data != nullptr; }
 
   static constexpr bool kByParts = kPart < kRows, kPlanes = Mul::planes > 1;
-  // True if scores have the roundings of few_rows.h. (AMX tiles have one path only.)
+  // True if scores have the roundings of few_rows.h. (Tiles and quads have one path only.)
+  static constexpr bool kMayBeFew = !kByParts && pair <= 2;
   static bool few(const Params& p) {
-    if constexpr (kByParts) return false;
+    if constexpr (!kMayBeFew) return false;
     return FewRows<Mul>::suit(p);
   }
 
@@ -189,7 +190,7 @@ struct Gradient {
         Op::transposed(from, rows.i0, rows.count, 0, d, lanes, to, buf.rows);
       }
     };
-    if constexpr (!kByParts)
+    if constexpr (kMayBeFew)
       if (few(p))
         FewRows<Mul>::stage(plane(p.q, rows.b, rows.h), rows.i0, rows.count, p.D, buf.few_q);
     if (!few(p)) turn(p.q, p.D, buf.q, buf.q_unfit);
@@ -238,10 +239,10 @@ struct Gradient {
       }
       T::template probabilities<true>(keys.count, normaliser, buf.s, factor);
     } else {
-      if (few(p))
-        FewRows<Mul>::tile(k, keys.count, p.D, buf.few_q, rows.count, R(p.scale), buf.few_s, buf.s);
-      else
+      if (!few(p))
         Dots::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
+      else if constexpr (kMayBeFew)
+        FewRows<Mul>::tile(k, keys.count, p.D, buf.few_q, rows.count, R(p.scale), buf.few_s, buf.s);
       T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
       T::probabilities(keys.count, normaliser, buf.s);
     }

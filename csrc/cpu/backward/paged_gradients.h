@@ -20,6 +20,7 @@ struct PagedGradients {
   using Few = FewGradients<Mul>;
   using Sum = WeightedSum<Mul>;
   static constexpr int W = kLanes<R>;
+  static constexpr int64_t kAtOnce = FewRows<Mul>::kKeys;
   static constexpr int64_t kKeys = 32, kAhead = 8;  // keys at a time; the distance of prefetches
 
   static int64_t group(const Params& p) { return p.H / std::max<int64_t>(p.Hk, 1); }
@@ -92,8 +93,8 @@ struct PagedGradients {
     const auto k = Sum::stage(key, keys.j0, keys.count, one.D, buf.k);
     const auto v = Operand<Mul>::along(value, keys.j0, keys.count, one.Dv, buf.v);
     const int64_t n = group(one);
-    for (int64_t j = 0; j < keys.count; j += W) {
-      const int64_t some = std::min<int64_t>(W, keys.count - j);
+    for (int64_t j = 0; j < keys.count; j += kAtOnce) {
+      const int64_t some = std::min(kAtOnce, keys.count - j);
       FewRows<Mul>::products({k.data + j * k.stride, k.stride}, some, one.D, buf.q, n, R(one.scale),
                              buf.s + j);
       FewRows<Mul>::products({v.data + j * v.stride, v.stride}, some, one.Dv, buf.dout, n, R(1),
@@ -110,8 +111,8 @@ struct PagedGradients {
       std::copy_n(buf.ds + x, keys.count, w.ds + to);
     }
     const auto* ds = Sum::operand(buf.ds, n, buf.ds_operand);
-    for (int64_t j = 0; j < keys.count; j += W)
-      Sum::add(ds, j, {k.data + j * k.stride, k.stride}, std::min<int64_t>(W, keys.count - j), n,
+    for (int64_t j = 0; j < keys.count; j += kAtOnce)
+      Sum::add(ds, j, {k.data + j * k.stride, k.stride}, std::min(kAtOnce, keys.count - j), n,
                one.D, buf.dq);
   }
 
@@ -214,7 +215,7 @@ struct PagedGradients {
     }
   };
   // rows[key][c] += factor sum_head x[head][key] y[head][c].
-  template <int NV = kTileVectors>
+  template <int NV = kRegisterVectors>
   static void add_products(const Params& p, const R* x, const R* y, R* const* rows, int64_t n,
                            int64_t columns, R factor, int64_t c = 0) {
     constexpr int64_t step = NV * W;

@@ -59,8 +59,19 @@ FA_INLINE void widen_f16(const uint16_t* src, int64_t n, float* dst) {
 #elif defined(__AVX2__)
   for (; i + 8 <= n; i += 8)
     store(dst + i, (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(src + i))));
+#elif defined(FA_NEON)
+  for (; i + 4 <= n; i += 4)
+    store(dst + i, (Vec<float>)vcvt_f32_f16((float16x4_t)vld1_u16(src + i)));
 #endif
   for (; i < n; ++i) dst[i] = from_f16(src[i]);
+}
+
+FA_INLINE void narrow_f16(const float* src, int64_t n, uint16_t* dst) {
+  int64_t i = 0;
+#if defined(FA_NEON)
+  for (; i + 4 <= n; i += 4) vst1_u16(dst + i, (uint16x4_t)vcvt_f16_f32(vld1q_f32(src + i)));
+#endif
+  for (; i < n; ++i) dst[i] = to_f16(src[i]);
 }
 
 // dst[i] = to_bf16(src[i]).
@@ -76,6 +87,16 @@ FA_INLINE void narrow_bf16(const float* src, int64_t n, uint16_t* dst) {
     const __m512i half =
         _mm512_mask_mov_epi32(_mm512_srli_epi32(even, 16), nan, _mm512_set1_epi32(0x7FC0));
     _mm256_storeu_si256((__m256i*)(dst + i), _mm512_cvtepi32_epi16(half));
+  }
+#elif defined(FA_BF16_PRODUCTS)
+  for (; i + 4 <= n; i += 4) vst1_u16(dst + i, (uint16x4_t)vcvt_bf16_f32(vld1q_f32(src + i)));
+#elif defined(FA_NEON)
+  for (; i + 4 <= n; i += 4) {
+    const float32x4_t x = vld1q_f32(src + i);
+    const uint32x4_t u = (uint32x4_t)x, odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
+    const uint32x4_t even = vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7FFF)), odd);
+    const uint32x4_t half = vbslq_u32(vceqq_f32(x, x), even, vdupq_n_u32(0x7FC00000));
+    vst1_u16(dst + i, vshrn_n_u32(half, 16));
   }
 #endif
   for (; i < n; ++i) dst[i] = to_bf16(src[i]);
@@ -145,6 +166,8 @@ void write_row(void* data, int64_t dtype, int64_t at, int64_t step, int64_t n, c
     for (int64_t i = 0; i < n; ++i) half[i * step] = to_bf16(float(src[i]));
   } else if (dtype == FA_F16) {
     uint16_t* half = static_cast<uint16_t*>(data) + at;
+    if constexpr (sizeof(R) == 4)
+      if (step == 1) return narrow_f16(src, n, half);
     for (int64_t i = 0; i < n; ++i) half[i * step] = to_f16(float(src[i]));
   } else if (dtype == FA_F32) {
     for (int64_t i = 0; i < n; ++i) static_cast<float*>(data)[at + i * step] = float(src[i]);

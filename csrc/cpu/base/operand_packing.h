@@ -102,27 +102,18 @@ struct Operand<Plain<R>> {
   static const R* tile_across(const R* tile, int64_t, int64_t, R*) { return tile; }
 };
 
-#if defined(__AVX512BF16__)
-// Sixteen halves and sixteen more, to pairs of one from each.
-FA_INLINE Vec<int32_t> zip_halves(__m512i halves) {
-  alignas(64) static const int16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return (Vec<int32_t>)_mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
-}
-FA_INLINE __m512i halves_of(Vec<float> first, Vec<float> second) {
-  return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+#if defined(FA_BF16_PRODUCTS)
+// Rows of bfloat16, zero past `columns`.
+template <class A>
+void copy_halves(const A& a, int64_t r, int64_t rows, int64_t columns, uint16_t* dst, int64_t ld) {
+  a.read(r, rows, 0, columns, dst, ld);
+  for (int64_t x = 0; x < rows; ++x)
+    std::fill(dst + x * ld + columns, dst + (x + 1) * ld, uint16_t(0));
 }
 
 template <>
 struct Operand<PairedBf16> {
-  template <class A>
-  static void copy_halves(const A& a, int64_t r, int64_t rows, int64_t columns, uint16_t* dst,
-                          int64_t ld) {
-    a.read(r, rows, 0, columns, dst, ld);
-    for (int64_t x = 0; x < rows; ++x)
-      std::fill(dst + x * ld + columns, dst + (x + 1) * ld, uint16_t(0));
-  }
+  static constexpr int64_t W = kLanes<int32_t>;
   template <class A>
   static Broadcast<int32_t> along(const A& a, int64_t r0, int64_t rows, int64_t columns,
                                   int32_t* buf) {
@@ -138,44 +129,40 @@ struct Operand<PairedBf16> {
   template <class A>
   static Broadcast<int32_t> across(const A& a, int64_t r0, int64_t rows, int64_t columns, bool,
                                    int32_t* buf) {
-    const int64_t ld = round_up(columns, 16);
-    uint16_t row[2][FA_CPU_MAX_HEAD_DIM + 16];
+    const int64_t ld = round_up(columns, W);
+    uint16_t row[2][FA_CPU_MAX_HEAD_DIM + W];
     for (int64_t r = 0; r < rows; r += 2) {
       copy_halves(a, r0 + r, 1, columns, row[0], ld);
       if (r + 1 < rows)
         copy_halves(a, r0 + r + 1, 1, columns, row[1], ld);
       else
         std::fill(row[1], row[1] + ld, uint16_t(0));
-      for (int64_t c = 0; c < ld; c += 16) {
-        const __m256i lo = _mm256_loadu_si256((const __m256i*)(row[0] + c));
-        const __m256i hi = _mm256_loadu_si256((const __m256i*)(row[1] + c));
-        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1);
-        store(buf + r / 2 * ld + c, zip_halves(both));
-      }
+      for (int64_t c = 0; c < ld; c += W)
+        store(buf + r / 2 * ld + c, zip_halves(two_rows(row[0] + c, row[1] + c)));
     }
     return {buf, ld};
   }
   static void transposed(const Plane& a, int64_t r0, int64_t rows, int64_t, int64_t columns,
                          int64_t lanes, int32_t* dst, int32_t* rows_buf) {
-    for (int64_t l = 0; l < lanes; l += 16) {
-      const int64_t n = std::clamp<int64_t>(rows - l, 0, 16);
+    for (int64_t l = 0; l < lanes; l += W) {
+      const int64_t n = std::clamp<int64_t>(rows - l, 0, W);
       const Broadcast<int32_t> src = along(a, r0 + l, n, columns, rows_buf);
       transpose(src.data, src.stride, n, (columns + 1) / 2, dst + l, lanes);
     }
   }
   static const int32_t* tile_along(const float* tile, int64_t keys, int64_t lanes, int32_t* buf) {
     // Whole rows of `lanes`; an odd number of vectors leaves half a pair vector at the end.
-    for (int64_t at = 0; at < keys * lanes; at += 32) {
-      const bool whole = at + 32 <= keys * lanes;
-      const Vec<float> second = whole ? load(tile + at + 16) : Vec<float>{};
-      const __m512i pairs = halves_of(load(tile + at), second);
-      std::memcpy(buf + at / 2, &pairs, whole ? 64 : 32);
+    for (int64_t at = 0; at < keys * lanes; at += 2 * W) {
+      const bool whole = at + 2 * W <= keys * lanes;
+      const Vec<float> second = whole ? load(tile + at + W) : Vec<float>{};
+      const Vec<int32_t> pairs = halves_of(load(tile + at), second);
+      std::memcpy(buf + at / 2, &pairs, whole ? 4 * W : 2 * W);
     }
     return buf;
   }
   static const int32_t* tile_across(const float* tile, int64_t keys, int64_t lanes, int32_t* buf) {
     for (int64_t j = 0; j < keys; j += 2)
-      for (int64_t l = 0; l < lanes; l += 16) {
+      for (int64_t l = 0; l < lanes; l += W) {
         const float* at = tile + j * lanes + l;
         const Vec<float> second = j + 1 < keys ? load(at + lanes) : Vec<float>{};
         store(buf + j / 2 * lanes + l, zip_halves(halves_of(load(at), second)));
@@ -189,25 +176,27 @@ struct Operand<PairedBf16> {
 template <class R>
 void write_transposed(const R* tile, int64_t lanes, const R* factor, const Plane& out, int64_t r0,
                       int64_t rows, int64_t c0, int64_t columns) {
-  constexpr int W = kLanes<R>;
-  R block[W * W];
+  constexpr int W = kLanes<R>, kWide = 16;  // columns that are written at once
+  R block[W * kWide];
   for (int64_t l = 0; l < rows; l += W) {
     const Vec<R> f = load(factor + l);
     const int64_t n = std::min<int64_t>(W, rows - l);
-    for (int64_t c = 0; c < columns; c += W) {
-      const int64_t width = std::min<int64_t>(W, columns - c);
-      Vec<R> v[W];
+    for (int64_t c = 0; c < columns; c += kWide) {
+      const int64_t width = std::min<int64_t>(kWide, columns - c);
+      for (int64_t x = 0; x < width; x += W) {
+        Vec<R> v[W];
 #pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {
-        v[i] = Vec<R>{};
-        if (i < width) v[i] = load(tile + (c + i) * lanes + l) * f;
+        for (int i = 0; i < W; ++i) {
+          v[i] = Vec<R>{};
+          if (x + i < width) v[i] = load(tile + (c + x + i) * lanes + l) * f;
+        }
+        transpose_registers<R>(v);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) store(block + i * kWide + x, v[i]);
       }
-      transpose_registers<R>(v);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) store(block + i * W, v[i]);
       for (int64_t i = 0; i < n; ++i)
         write_row(const_cast<void*>(out.data), out.dtype, out.at(r0 + l + i, c0 + c), out.step,
-                  width, block + i * W);
+                  width, block + i * kWide);
     }
   }
 }

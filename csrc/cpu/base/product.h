@@ -26,21 +26,26 @@ struct Plain {
   static FA_INLINE Vec<R> fma(Vec<R> acc, const R* x, Vec<R> y) { return fma(acc, splat(*x), y); }
 };
 
-#if defined(__AVX512BF16__)
-// VDPBF16PS flushes subnormal elements and sums to 0, whatever the process's state: bfloat16 below
-// 2^-126 is lost here (and on AMX tiles), while the other instruction sets widen and keep it.
+#if defined(FA_BF16_PRODUCTS)
+// VDPBF16PS, BFDOT and BFMMLA flush subnormal elements and sums to 0, whatever the process's state:
+// bfloat16 below 2^-126 is lost here (and on AMX tiles), while the other instruction sets widen and
+// keep it.
 struct PairedBf16 {
   using Real = float;
   using Element = int32_t;
   using Registers = NoRegisters;
   static constexpr int pair = 2, planes = 1;
   static FA_INLINE Vec<float> fma(Vec<float> acc, Vec<int32_t> x, Vec<int32_t> y) {
+#if defined(__AVX512BF16__)
     return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)y);
+#else
+    return (Vec<float>)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)x, (bfloat16x8_t)y);
+#endif
   }
   static FA_INLINE Vec<float> fma(Vec<float> acc, const int32_t* x, Vec<int32_t> y) {
     int32_t both;
     std::memcpy(&both, x, 4);
-    return fma(acc, (Vec<int32_t>)_mm512_set1_epi32(both), y);
+    return fma(acc, splat(both), y);
   }
 };
 #endif
@@ -50,19 +55,24 @@ enum class Unit { along_k, along_r };
 
 // Rows of C held in registers for NV vectors a row: as many independent chains as
 // hide the latency and still fit. Measured: 4 x 4 best or tied on AVX-512, 4 x 3 on
-// AVX2, where it is 4% faster than 6 x 2 (seven loads for twelve sums, not eight).
-constexpr int register_rows(int nv) {
+// AVX2, where it is 4% faster than 6 x 2 (seven loads for twelve sums, not eight). On Arm 8 x 2:
+// the fewest instructions for 16 sums, which four pipes of four cycles need (neon_product.h).
+constexpr int register_rows([[maybe_unused]] int nv) {
 #if defined(__AVX512F__)
   return nv >= 4 ? 4 : 8;
+#elif defined(FA_NEON)
+  return 8;
 #else
   return nv >= 3 ? 4 : nv == 2 ? 6 : 8;
 #endif
 }
-// Query rows of one tile, in vectors.
+// Query rows of one tile, and columns of a register tile, in vectors.
 #if defined(__AVX512F__)
-constexpr int kTileVectors = 4;
+constexpr int kTileVectors = 4, kRegisterVectors = 4;
+#elif defined(FA_NEON)
+constexpr int kTileVectors = 4, kRegisterVectors = 2;
 #else
-constexpr int kTileVectors = 3;
+constexpr int kTileVectors = 3, kRegisterVectors = 3;
 #endif
 
 // Sizes of the passes that compute gradients and weights: rows of a tile, and the part of them that
@@ -81,7 +91,7 @@ struct Broadcast {
   int64_t stride;  // the one that is not 1
 };
 
-// How a sum is stored. Each starts from zero and is combined with C only at the end: two levels of
+// How a sum is stored; `from` begins at another vector of columns. Each starts from zero and is combined with C only at the end: two levels of
 // summation err less than one long chain, at no cost.
 template <class R>
 struct Overwrite {  // C = sum * factor
@@ -91,6 +101,7 @@ struct Overwrite {  // C = sum * factor
   FA_INLINE void operator()(int64_t r, int v, Vec<R> sum) const {
     store(c + r * ldc + v * kLanes<R>, sum * factor);
   }
+  FA_INLINE Overwrite from(int v) const { return {c + v * kLanes<R>, ldc, factor}; }
 };
 template <class R>
 struct Accumulate {  // C += sum * factor
@@ -101,6 +112,7 @@ struct Accumulate {  // C += sum * factor
     R* at = c + r * ldc + v * kLanes<R>;
     store(at, load(at) + sum * factor);
   }
+  FA_INLINE Accumulate from(int v) const { return {c + v * kLanes<R>, ldc, factor}; }
 };
 template <class R>
 struct Rescale {  // C = C * factor[lane] + sum
@@ -111,43 +123,77 @@ struct Rescale {  // C = C * factor[lane] + sum
     R* at = c + r * ldc + v * kLanes<R>;
     store(at, load(at) * load(factor + v * kLanes<R>) + sum);
   }
+  FA_INLINE Rescale from(int v) const { return {c + v * kLanes<R>, ldc, factor + v * kLanes<R>}; }
 };
+
+// sums[r][v] = the products of row r of X with a vector of columns of Y.
+template <class R, int MR, int NV>
+FA_INLINE void clear(Vec<R> (&sums)[MR][NV]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) sums[r][v] = Vec<R>{};
+}
+template <class Mul, Unit U>
+struct RegisterSums {
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  template <int MR, int NV>
+  static FA_INLINE void find(Broadcast<E> x, const E* y, int64_t ldy, int64_t n,
+                             Vec<R> (&sums)[MR][NV]) {
+    clear<R>(sums);
+    for (int64_t k = 0; k < n; ++k) {
+      Vec<E> row[NV];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) row[v] = load(y + k * ldy + v * kLanes<E>);
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; ++r) {
+        const E* element = x.data + (U == Unit::along_k ? r * x.stride + k : k * x.stride + r);
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) sums[r][v] = Mul::fma(sums[r][v], element, row[v]);
+      }
+    }
+  }
+};
+
+}  // namespace FA_ISA
+}  // namespace fa
+
+#if defined(FA_NEON)
+#include "neon_product.h"
+#endif
+
+namespace fa {
+namespace FA_ISA {
 
 template <class Mul, Unit U, int MR, int NV, class Out>
 FA_INLINE void register_tile(Broadcast<typename Mul::Element> x, const typename Mul::Element* y,
                              int64_t ldy, int64_t n, int64_t r0, const Out& out) {
-  using R = typename Mul::Real;
-  using E = typename Mul::Element;
-  Vec<R> acc[MR][NV];
+  Vec<typename Mul::Real> sums[MR][NV];
+  x.data += U == Unit::along_k ? r0 * x.stride : r0;
+  RegisterSums<Mul, U>::find(x, y, ldy, n, sums);
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) acc[r][v] = Vec<R>{};
-  const E* xr = x.data + (U == Unit::along_k ? r0 * x.stride : r0);
-  for (int64_t k = 0; k < n; ++k) {
-    Vec<E> row[NV];
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) row[v] = load(y + k * ldy + v * kLanes<E>);
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r) {
-      const E* element = U == Unit::along_k ? xr + r * x.stride + k : xr + k * x.stride + r;
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) acc[r][v] = Mul::fma(acc[r][v], element, row[v]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) out(r0 + r, v, acc[r][v]);
+    for (int v = 0; v < NV; ++v) out(r0 + r, v, sums[r][v]);
 }
 
 // All `rows` of C: full register tiles, then halves of them.
 template <class Mul, Unit U, int NV, class Out, int MR = register_rows(NV)>
 FA_INLINE void product(Broadcast<typename Mul::Element> x, const typename Mul::Element* y,
                        int64_t ldy, int64_t n, int64_t rows, const Out& out, int64_t r = 0) {
-  for (; r + MR <= rows; r += MR) register_tile<Mul, U, MR, NV>(x, y, ldy, n, r, out);
-  if constexpr (MR > 1)
-    if (r < rows) product<Mul, U, NV, Out, MR / 2>(x, y, ldy, n, rows, out, r);
+  if constexpr (NV > kRegisterVectors) {
+    constexpr int here = kRegisterVectors, whole = NV / here * here;
+    constexpr int64_t lanes = kLanes<typename Mul::Real>;
+    for (int v = 0; v < whole; v += here)
+      product<Mul, U, here>(x, y + v * lanes, ldy, n, rows, out.from(v), r);
+    if constexpr (whole < NV)
+      product<Mul, U, NV - whole>(x, y + whole * lanes, ldy, n, rows, out.from(whole), r);
+  } else {
+    for (; r + MR <= rows; r += MR) register_tile<Mul, U, MR, NV>(x, y, ldy, n, r, out);
+    if constexpr (MR > 1)
+      if (r < rows) product<Mul, U, NV, Out, MR / 2>(x, y, ldy, n, rows, out, r);
+  }
 }
 
 // S[r][lane] = factor * the dot product of row r of X with lane's column of Y, both of `columns`
@@ -183,7 +229,7 @@ struct DotProducts {
 };
 
 // C += factor * X Y for a C of any width: `columns` is a multiple of the vector length.
-template <class Mul, Unit U, int NV = kTileVectors>
+template <class Mul, Unit U, int NV = kRegisterVectors>
 void accumulate_wide(Broadcast<typename Mul::Element> x, const typename Mul::Element* y,
                      int64_t ldy, int64_t n, int64_t rows, int64_t columns, typename Mul::Real* c,
                      int64_t ldc, typename Mul::Real factor = typename Mul::Real(1)) {

@@ -16,6 +16,9 @@ FA_INLINE Vec<float> widen_whole(Bytes bytes) {
   return (Vec<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
 #elif defined(__AVX2__)
   return (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
+#elif defined(FA_NEON)
+  const int8x8_t twice = (int8x8_t)vdup_n_s32((int32_t)bytes);
+  return (Vec<float>)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(twice))));
 #else
   Vec<float> wide;
   for (int l = 0; l < kLanes<float>; ++l) wide[l] = bytes[l];
@@ -27,6 +30,8 @@ FA_INLINE Vec<float> widen_halves(Halves halves) {
   return (Vec<float>)_mm512_cvtph_ps((__m256i)halves);
 #elif defined(__AVX2__)
   return (Vec<float>)_mm256_cvtph_ps((__m128i)halves);
+#elif defined(FA_NEON)
+  return (Vec<float>)vcvt_f32_f16((float16x4_t)halves);
 #else
   Vec<float> wide;
   for (int l = 0; l < kLanes<float>; ++l) wide[l] = from_f16(uint16_t(halves[l]));
@@ -57,6 +62,8 @@ FA_INLINE Vec<float> round_f16(Vec<float> x) {
   return (Vec<float>)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, 0));
 #elif defined(__AVX2__)
   return (Vec<float>)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, 0));
+#elif defined(FA_NEON)
+  return (Vec<float>)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x));
 #else
   for (int l = 0; l < kLanes<float>; ++l) x[l] = from_f16(to_f16(x[l]));
   return x;
@@ -81,6 +88,8 @@ FA_INLINE void scaled(Vec<float> x, float scale, int64_t, int64_t n, uint16_t* d
   x *= scale;
 #if defined(__AVX512BF16__)
   const Halves halves = (Halves)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(FA_BF16_PRODUCTS)
+  const Halves halves = (Halves)vcvt_bf16_f32((float32x4_t)x);
 #else
   const Halves halves = __builtin_convertvector(round_bf16(x) >> 16, Halves);
 #endif

@@ -22,6 +22,7 @@ struct Decode {
   using Few = FewRows<Mul>;
   using Sum = WeightedSum<Mul>;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
+  static constexpr int64_t kKeys = Few::kKeys;
 
   // Independent of the number of threads: the order of every sum must not depend on it.
   static constexpr int64_t kChunkKeys = 4 * kTileKeys;
@@ -110,17 +111,17 @@ struct Decode {
     std::fill(buf.l + t * W, buf.l + (t + 1) * W, R(0));
   }
 
-  // A block of keys or values as products read it, W rows at a time; if the block lies in one page,
+  // A block of keys or values as products read it, kKeys rows at a time; if the block lies in one page,
   // it is read in place. make(j, n, buffer of row j): rows j to j + n of the block.
   struct Staged {
-    Broadcast<E> of[kTileKeys / W];
+    Broadcast<E> of[kTileKeys / kKeys];
     template <class Make>
     Staged(const KeyPlane& a, const Keys& keys, E* buf, int64_t row, Make make) {
       const bool whole = a.one_block(keys.j0, keys.count);
       const Broadcast<E> all = whole ? make(0, keys.count, buf) : Broadcast<E>{};
-      for (int64_t j = 0; j < keys.count; j += W)
-        of[j / W] = whole ? Broadcast<E>{all.data + j * all.stride, all.stride}
-                          : make(j, std::min<int64_t>(W, keys.count - j), buf + j * row);
+      for (int64_t j = 0; j < keys.count; j += kKeys)
+        of[j / kKeys] = whole ? Broadcast<E>{all.data + j * all.stride, all.stride}
+                              : make(j, std::min(kKeys, keys.count - j), buf + j * row);
     }
   };
 
@@ -130,12 +131,12 @@ struct Decode {
     const E* q = buf.q + t * W * Few::padded(p.D);
     R* out = buf.out + t * W * dv;
     constexpr int64_t size = sizeof(E);
-    for (int64_t j = 0; j < keys.count; j += W) {
-      const int64_t n = std::min<int64_t>(W, keys.count - j);
-      const Broadcast<E> with = v.of[j / W];
+    for (int64_t j = 0; j < keys.count; j += kKeys) {
+      const int64_t n = std::min(kKeys, keys.count - j);
+      const Broadcast<E> with = v.of[j / kKeys];
       Later later;
       if (t == 0) later = {reinterpret_cast<const char*>(with.data), with.stride * size, size};
-      Few::products(k.of[j / W], n, p.D, q, lanes.count, R(p.scale), buf.s + j, later);
+      Few::products(k.of[j / kKeys], n, p.D, q, lanes.count, R(p.scale), buf.s + j, later);
     }
     if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
     for (int64_t l = 0; l < lanes.count; ++l) {
@@ -145,12 +146,12 @@ struct Decode {
     }
     if (p.dropout_p > 0) dropout(p, lanes, keys, buf);
     const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
-    for (int64_t j = 0; j < keys.count; j += W) {
-      const int64_t n = std::min<int64_t>(W, keys.count - j);
+    for (int64_t j = 0; j < keys.count; j += kKeys) {
+      const int64_t n = std::min(kKeys, keys.count - j);
       Later later;
       if (t == 0 && goes_on(keys.end()))
-        later = Later::of(keys_of(p, lanes.rows.b, hk), keys.end() + j, W, p.D);
-      Sum::add(probabilities, j, v.of[j / W], n, lanes.count, p.Dv, out, later);
+        later = Later::of(keys_of(p, lanes.rows.b, hk), keys.end() + j, kKeys, p.D);
+      Sum::add(probabilities, j, v.of[j / kKeys], n, lanes.count, p.Dv, out, later);
     }
   }
   static void score(const Params& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {

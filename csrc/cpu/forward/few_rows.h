@@ -44,9 +44,9 @@ struct FewRows {
   // rows.
   static void tile(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
                    R factor, R* turned, R* s) {
-    for (int64_t j = 0; j < keys; j += W)
-      products({k.data + j * k.stride, k.stride}, std::min<int64_t>(W, keys - j), columns, q, rows,
-               factor, turned + j);
+    for (int64_t j = 0; j < keys; j += kKeys)
+      products({k.data + j * k.stride, k.stride}, std::min<int64_t>(kKeys, keys - j), columns, q,
+               rows, factor, turned + j);
     transpose(turned, kTileKeys, rows, keys, s, W);
   }
   // Stages rows [i0, i0 + rows) for that: q is [rows][padded(columns)].
@@ -65,18 +65,24 @@ struct FewRows {
       each_column(turned + j * W, W, std::min<int64_t>(W, keys - j), rows,
                   [&](int64_t row, Vec<R> x) { f(row * kTileKeys + j, x); });
   }
-  // As many products at a time as a vector has lanes, so that the sums over their lanes make one
-  // vector. Past the last key it repeats the last one: there is room in S.
+  // Keys that are taken at once, of one row: as many as a vector has lanes, so that the sums over
+  // the products' lanes make one vector; on Arm 16, which has the registers for their sums. Past the
+  // last key it repeats the last one: there is room in S.
+#if defined(FA_NEON)
+  static constexpr int64_t kKeys = 16;
+#else
+  static constexpr int64_t kKeys = W;
+#endif
   template <int ROWS>
   static void products_of(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, R factor, R* s,
                           const Later& later) {
-    constexpr int KEYS = W / ROWS;
+    constexpr int KEYS = kKeys / ROWS;
     const int64_t n = elements(columns), ldq = padded(columns);
     const int64_t whole = n / kLanes<E> * kLanes<E>;
     for (int64_t j = 0; j < keys; j += KEYS) {
       const E* key[KEYS];
       for (int x = 0; x < KEYS; ++x) key[x] = k.data + std::min(j + x, keys - 1) * k.stride;
-      Vec<R> sum[W] = {};
+      Vec<R> sum[kKeys] = {};
       const auto add = [&](int64_t c, auto read) {
         Vec<E> y[ROWS];
 #pragma GCC unroll 4
@@ -91,9 +97,12 @@ struct FewRows {
       };
       for (int64_t c = 0; c < whole; c += kLanes<E>) add(c, [](const E* at) { return load(at); });
       if (whole < n) add(whole, [&](const E* at) { return load_some(at, n - whole); });
-      const Vec<R> sums = sum_lanes<R>(sum) * factor;
+      Vec<R> sums[kKeys / W];
+#pragma GCC unroll 16
+      for (int x = 0; x < kKeys / W; ++x) sums[x] = sum_lanes<R>(sum + x * W) * factor;
+#pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r)
-        std::memcpy(s + r * kTileKeys + j, reinterpret_cast<const R*>(&sums) + r * KEYS,
+        std::memcpy(s + r * kTileKeys + j, reinterpret_cast<const R*>(sums) + r * KEYS,
                     KEYS * sizeof(R));
     }
   }
@@ -170,7 +179,11 @@ struct WeightedSum {
   // `later` counts columns.
   static FA_INLINE void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t count,
                             int64_t Dv, R* out, Later later = {}) {
-    constexpr int many = kLanes<R> >= 16 ? 4 : 2;  // vectors, as registers allow for four rows
+#if defined(__AVX512F__) || defined(FA_NEON)
+    constexpr int many = sizeof(R) == 4 ? 4 : 2;  // vectors, as registers allow for four rows
+#else
+    constexpr int many = 2;
+#endif
     const int64_t ldo = columns(Dv);
     p += j;
     int64_t r = 0;
@@ -182,27 +195,28 @@ struct WeightedSum {
   static void natural(const R* out, int64_t Dv, R* to) { std::copy_n(out, columns(Dv), to); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(FA_BF16_PRODUCTS)
 // Two keys at a time: one instruction zips their rows to pairs within 128 bits, but takes columns
 // 0-3, 8-11, .. into one vector and 4-7, 12-15, .. into the next.
 template <>
 struct WeightedSum<PairedBf16> {
   using Op = Operand<PairedBf16>;
-  static int64_t columns(int64_t Dv) { return round_up(Dv, 32); }
+  static constexpr int64_t W = kLanes<float>;
+  static int64_t columns(int64_t Dv) { return round_up(Dv, 2 * W); }
   template <class A>
   static Broadcast<int32_t> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv, int32_t* buf) {
-    const bool whole = v.dtype == FA_BF16 && v.step == 1 && v.row % 2 == 0 && Dv % 32 == 0;
+    const bool whole = v.dtype == FA_BF16 && v.step == 1 && v.row % 2 == 0 && Dv % (2 * W) == 0;
     if (whole && v.one_block(j0, keys)) {
       const uint16_t* first = static_cast<const uint16_t*>(v.data) + v.at(j0);
       return {reinterpret_cast<const int32_t*>(first), v.row / 2};
     }
     const int64_t ld = columns(Dv) / 2;
-    Op::copy_halves(v, j0, keys, Dv, reinterpret_cast<uint16_t*>(buf), 2 * ld);
+    copy_halves(v, j0, keys, Dv, reinterpret_cast<uint16_t*>(buf), 2 * ld);
     return {buf, ld};
   }
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv) / 2; }
 
-  // `rows` rows and 32 G columns.
+  // `rows` rows and 2 G vectors of columns.
   template <int ROWS, int G>
   static FA_INLINE void block(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys,
                               float* out, int64_t ldo, const Later& later, int64_t c) {
@@ -210,17 +224,16 @@ struct WeightedSum<PairedBf16> {
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-      for (int g = 0; g < 2 * G; ++g) acc[r][g] = load(out + r * ldo + 16 * g);
+      for (int g = 0; g < 2 * G; ++g) acc[r][g] = load(out + r * ldo + W * g);
     for (int64_t j = 0; j < keys; j += 2)
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
-        const __m512i a = (__m512i)load(v + j * ldv + 16 * g);
-        __m512i b = _mm512_setzero_si512();
-        later.ask(j, c + 32 * g);
-        later.ask(j + 1, c + 32 * g);
-        if (j + 1 < keys) b = (__m512i)load(v + (j + 1) * ldv + 16 * g);
-        const Vec<int32_t> lo = (Vec<int32_t>)_mm512_unpacklo_epi16(a, b);
-        const Vec<int32_t> hi = (Vec<int32_t>)_mm512_unpackhi_epi16(a, b);
+        const Vec<int32_t> a = load(v + j * ldv + W * g);
+        Vec<int32_t> b{}, lo, hi;
+        later.ask(j, c + 2 * W * g);
+        later.ask(j + 1, c + 2 * W * g);
+        if (j + 1 < keys) b = load(v + (j + 1) * ldv + W * g);
+        zip_in_eights(a, b, lo, hi);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
           const int32_t* both = p + r * (kTileKeys / 2) + j / 2;
@@ -231,12 +244,12 @@ struct WeightedSum<PairedBf16> {
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-      for (int g = 0; g < 2 * G; ++g) store(out + r * ldo + 16 * g, acc[r][g]);
+      for (int g = 0; g < 2 * G; ++g) store(out + r * ldo + W * g, acc[r][g]);
   }
   template <int ROWS, int G>
   static void rows(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys, int64_t ldo,
                    float* out, const Later& later, int64_t c = 0) {
-    for (; c + 32 * G <= ldo; c += 32 * G)
+    for (; c + 2 * W * G <= ldo; c += 2 * W * G)
       block<ROWS, G>(p, v + c / 2, ldv, keys, out + c, ldo, later, c);
     if constexpr (G > 1)
       if (c < ldo) rows<ROWS, G / 2>(p, v, ldv, keys, ldo, out, later, c);
@@ -257,7 +270,7 @@ struct WeightedSum<PairedBf16> {
   }
   static void natural(const float* out, int64_t Dv, float* to) {
     for (int64_t c = 0; c < columns(Dv); ++c)
-      to[c / 32 * 32 + c % 16 / 4 * 8 + c % 32 / 16 * 4 + c % 4] = out[c];
+      to[c / (2 * W) * (2 * W) + c % W / 4 * 8 + c % (2 * W) / W * 4 + c % 4] = out[c];
   }
 };
 #endif

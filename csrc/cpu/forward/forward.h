@@ -53,12 +53,12 @@ struct Forward {
     const int64_t lanes = std::min(kTileRows<R>, round_up(std::max<int64_t>(p.M, 1), kLanes<R>));
     const int64_t keys = std::min(kTileKeys, round_up(std::max<int64_t>(p.N, 1), 4));
     for (int64_t t = 0; t < tiles_per_task(p); ++t)
-      b.state[t] = {take.array<E>((p.D + 1) / pair * lanes), take.array<R>(p.Dv * lanes),
+      b.state[t] = {take.array<E>((p.D + pair - 1) / pair * lanes), take.array<R>(p.Dv * lanes),
                     take.array<R>(lanes), take.array<R>(lanes)};
     b.s = take.array<R>(keys * lanes);
     b.rescale = take.array<R>(lanes);
-    b.k = take.array<E>(keys * (p.D + 1) / pair);
-    b.v = take.array<E>(keys / pair * round_up(p.Dv, kLanes<E>));
+    b.k = take.array<E>(keys * ((p.D + pair - 1) / pair));
+    b.v = take.array<E>(keys / pair * round_up(p.Dv, kLanes<R>));
     b.p = take.array<E>(pair == 1 ? 0 : keys / pair * lanes);
     b.rows = take.array<E>(kLanes<E> * p.D);
     b.score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * kLanes<R> : 0);

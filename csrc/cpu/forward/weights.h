@@ -94,7 +94,7 @@ struct Weights {
       Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows, q_unfit);
     } else {
       staged = Op::along(k, keys.j0, keys.count, p.D, buf.k);
-      if constexpr (!G::kByParts)
+      if constexpr (G::kMayBeFew)
         if (G::few(p)) {
           using Few = FewRows<Mul>;
           Few::stage(q, rows.i0, rows.count, p.D, buf.few_q);

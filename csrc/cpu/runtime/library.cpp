@@ -1,7 +1,4 @@
 // The C ABI: checks arguments by their values, chooses the instruction set, runs plans on threads.
-#include <pthread.h>
-#include <time.h>
-
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +9,7 @@
 #include "../base/plan.h"
 #include "isa_choice.h"
 #include "packed_batch.h"
+#include "platform.h"
 #include "threads.h"
 
 // CMake defines FA_HAS_<set> for each instruction set that it builds besides "generic".
@@ -45,6 +43,9 @@ FA_DECLARE(amx_bf16)
 #endif
 #if defined(FA_HAS_AMX_MODEL)
 FA_DECLARE(amx_model)
+#endif
+#if defined(FA_HAS_NEON_BF16)
+FA_DECLARE(neon_bf16)
 #endif
 
 namespace {
@@ -128,6 +129,9 @@ const Isa kIsas[] = {
 #if defined(FA_HAS_AVX2)
     {FA_KERNELS(avx2, has_avx2)},
 #endif
+#if defined(FA_HAS_NEON_BF16)
+    {FA_KERNELS(neon_bf16, has_bf16_products)},
+#endif
     {FA_KERNELS(generic, always)},
 #if defined(FA_HAS_AMX_MODEL)
     {FA_TILED_KERNELS(amx_model, has_avx512)},
@@ -183,19 +187,19 @@ std::atomic<bool> poisoned{false};
 // large one is freed.
 class ScratchMemory {
  public:
-  ~ScratchMemory() { std::free(data_); }
+  ~ScratchMemory() { free_lines(data_); }
   char* get(size_t bytes) {
     if (bytes > size_) {
-      std::free(data_);
+      free_lines(data_);
       size_ = (bytes + 4095) / 4096 * 4096;
-      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
+      data_ = allocate_lines(size_);
       if (!data_) size_ = 0;
     }
     return data_;
   }
   void trim() {
     if (size_ <= kKept) return;
-    std::free(data_);
+    free_lines(data_);
     data_ = nullptr;
     size_ = 0;
   }
@@ -209,7 +213,7 @@ class ScratchMemory {
 // After fork() the OpenMP pool of the parent is gone, and waiting for it would hang: a child
 // computes on the calling thread.
 bool forked = false;
-[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+[[maybe_unused]] const int at_fork = at_fork_of_child([] { forked = true; });
 
 // Runs tasks in their order: run(task, scratch).
 template <class Run>
@@ -301,12 +305,6 @@ int64_t run_sequences(const Params& p, int64_t pass) {
     status = run_pass(some, pass);
   }
   return status;
-}
-
-double thread_seconds() {
-  timespec t;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
 }
 
 }  // namespace

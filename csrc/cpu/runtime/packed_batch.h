@@ -95,8 +95,10 @@ class Calls {
       const int64_t keys = p.page ? p.lengths[b] : p.cu_k[b + 1] - p.cu_k[b];
       return (p.cu_q[b + 1] - p.cu_q[b]) * keys;
     };
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int64_t x, int64_t y) { return scores(x) > scores(y); });
+    std::sort(order.begin(), order.end(), [&](int64_t x, int64_t y) {
+      const int64_t of_x = scores(x), of_y = scores(y);
+      return of_x > of_y || (of_x == of_y && x < y);
+    });
     return order;
   }
   static double work_of(const Params& p) {

@@ -1,13 +1,16 @@
-// The threads that a phase runs on: OpenMP's, which torch's wheels and this library share. With
-// FA_STD_THREADS they are std::thread's, because ThreadSanitizer does not see libgomp's
-// synchronisation and would report races that are none.
+// The threads that a phase runs on: OpenMP's, which torch's wheels and this library share on Linux.
+// Elsewhere, and with FA_STD_THREADS, they are std::thread's. (ThreadSanitizer does not see libgomp's
+// synchronisation and would report races that are none.)
 #pragma once
 #include <cstdint>
 
+#if !defined(_OPENMP) && !defined(FA_STD_THREADS)
+#define FA_STD_THREADS
+#endif
 #if defined(FA_STD_THREADS)
 #include <thread>
 #include <vector>
-#elif defined(_OPENMP)
+#else
 #include <omp.h>
 #endif
 

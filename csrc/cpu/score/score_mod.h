@@ -12,6 +12,7 @@
 // Floats have the kernel's precision R, whole numbers as many bits as R. A bool is a whole number, 0
 // or -1, as comparisons of vectors give it.
 #pragma once
+#include "../base/exp_tanh.h"
 #include "../mask/visible_keys.h"
 #include "score_mod_ops.h"
 

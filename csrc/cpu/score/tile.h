@@ -9,7 +9,8 @@
 // taken per tile, never per element.
 #pragma once
 #include "../../common/philox.h"
-#include "../base/operand_packing.h"
+#include "../base/bf16_quads.h"
+#include "../base/exp_tanh.h"
 #include "score_mod.h"
 
 namespace fa {

@@ -220,6 +220,7 @@ class CudaLibrary(Library):
 
 
 Loaded = TypeVar("Loaded", bound=Library)
+SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 
 def _candidates(name: str, variable: str = "") -> list[Path]:
@@ -248,7 +249,7 @@ def build() -> dict[str, str]:
 @functools.cache
 def _load_cpu() -> CpuLibrary | str:
     """The library, or the reason there is none."""
-    candidates = _candidates("libfastattn_cpu.so", "FASTATTN_LIBRARY")
+    candidates = _candidates(f"libfastattn_cpu{SUFFIX}", "FASTATTN_LIBRARY")
     path = next((p for p in candidates if os.path.exists(p)), None)
     if path is None:
         where = ", ".join(map(str, candidates))
@@ -271,7 +272,7 @@ def _load_cpu() -> CpuLibrary | str:
 @functools.cache
 def _load_cuda() -> CudaLibrary | str:
     """The library, or the reason there is none."""
-    candidates = _candidates("libfastattn_cuda.so", "FASTATTN_CUDA_LIBRARY")
+    candidates = _candidates(f"libfastattn_cuda{SUFFIX}", "FASTATTN_CUDA_LIBRARY")
     path = next((p for p in candidates if os.path.exists(p)), None)
     if path is None:
         return f"the CUDA kernels were not built: {_note(candidates, 'no_cuda.txt')}"

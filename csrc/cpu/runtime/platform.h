@@ -1,0 +1,75 @@
+// What operating systems spell differently: aligned memory, fork, the time of a thread, and what an
+// Arm chip has.
+#pragma once
+#include <chrono>
+#include <cstddef>
+#include <cstdlib>
+
+#if defined(_WIN32)
+#include <malloc.h>
+#else
+#include <pthread.h>
+#include <time.h>
+#endif
+#if defined(__linux__) && defined(__aarch64__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+namespace fa {
+
+// `size` is a multiple of 64. Null if there is no memory.
+inline char* allocate_lines(size_t size) {
+#if defined(_WIN32)
+  return static_cast<char*>(_aligned_malloc(size, 64));
+#else
+  return static_cast<char*>(std::aligned_alloc(64, size));
+#endif
+}
+inline void free_lines(char* lines) {
+#if defined(_WIN32)
+  _aligned_free(lines);
+#else
+  std::free(lines);
+#endif
+}
+
+// Calls f in each process that fork() makes.
+inline int at_fork_of_child([[maybe_unused]] void (*f)()) {
+#if defined(_WIN32)
+  return 0;
+#else
+  return pthread_atfork(nullptr, nullptr, f);
+#endif
+}
+
+// CPU time of this thread; on Windows, time.
+inline double thread_seconds() {
+#if defined(_WIN32)
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(now).count();
+#else
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+#endif
+}
+
+#if defined(__aarch64__)
+// BFDOT and BFMMLA: FEAT_BF16.
+inline bool has_bf16_products() {
+#if defined(__linux__)
+  constexpr unsigned long bf16 = 1 << 14;  // HWCAP2_BF16, which older headers lack
+  return getauxval(AT_HWCAP2) & bf16;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
+#endif
+
+}  // namespace fa
