@@ -1,9 +1,9 @@
 """Count what the CPU kernels execute on 64-bit Arm, under qemu: `make instructions-arm`.
 
 One line per instruction set and case of instructions.c: the instructions of a call, and in the
-inner loops of products the instructions per product (an FMLA of four float32, or a BFMMLA of
-sixteen products of bfloat16). Beside it what AVX2 executes, as recorded in instructions.json, and what
-torch's own kernel for Arm does with the same call, through Python.
+inner loops of products the instructions per product (an FMLA of one vector, or a BFMMLA). Beside it
+what AVX2 executes, as recorded in instructions.json, and what torch's own kernel for Arm does with
+the same call, through Python: with SVE of 256 bits, which its BLAS uses, and without SVE.
 
 A case that executes more than 2% more than the record, arm_instructions.json, is a fault; --accept
 records the counts. qemu's processor has no caches and no time: counts show neither misses nor the
@@ -26,7 +26,7 @@ from tests.arm import environment
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "arm_instructions.json"
-ISAS = ("neon_bf16", "generic")
+ISAS = ("sve256", "neon_bf16", "generic")
 # Of torch: case of instructions.c, dtype, causal, and whether the gradient is taken too.
 TORCH = {
     "forward full": ("float32", False, False),
@@ -95,10 +95,10 @@ def per_call(command: Sequence[str], calls: int, **more) -> Count:
     return Count(*((b - a) // calls for a, b in zip(one, many)))
 
 
-def of_torch(plugin: Path, case: str) -> Count:
+def of_torch(plugin: Path, case: str, cpu: str) -> Count:
     """The same call by torch's flash kernel, with what Python and torch's dispatch add."""
     arguments = ("-c", SCRIPT, *map(str, TORCH[case]))
-    command = environment.python(*arguments, plugin=("-plugin", plugin))
+    command = environment.python(*arguments, plugin=("-plugin", plugin), cpu=cpu)
     return per_call(command, 4, env=environment.environment_of_python())
 
 
@@ -113,7 +113,11 @@ def counted() -> tuple[Counts, dict[str, float | None], dict[str, int]]:
         for isa in ISAS
         for case in cases
     }
-    torch = {case: of_torch(plugin, case).all for case in TORCH}
+    torch = {
+        f"{isa} {case}": of_torch(plugin, case, cpu).all
+        for isa, cpu in (("sve256", environment.CPU), ("neon_bf16", "max,sve=off"))
+        for case in TORCH
+    }
     compiler = instructions.compiler_of(environment.FOLDER / "library" / "libfastattn_cpu.so")
     counts = Counts(compiler, {name: x.all for name, x in found.items()})
     return counts, {name: x.per_product for name, x in found.items()}, torch
@@ -126,7 +130,7 @@ def table(counts: Counts, per_product: dict[str, float | None], torch: dict[str,
     for name, count in counts.instructions.items():
         case = name.partition(" ")[2]
         ratio = f"{per_product[name]:.3f}" if per_product[name] else "-"
-        others = (avx2.get(f"avx2 {case}", "-"), torch.get(case, "-"))
+        others = (avx2.get(f"avx2 {case}", "-"), torch.get(name, "-"))
         lines.append(f"{name:32} {count:>12} {ratio:>9} " + " ".join(f"{x:>10}" for x in others))
     return "\n".join(lines)
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--tier", default="check")
     parser.add_argument("--tests", nargs="+", default=SLICE)
-    parser.add_argument("--cpu", default="max")
+    parser.add_argument("--cpu", default=environment.CPU)
     parser.add_argument("-k", default="cpu or not cpu", dest="keyword")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args(argv)

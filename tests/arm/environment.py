@@ -25,6 +25,7 @@ WHEELS = (f"torch=={TORCH}", "numpy<2.4", "markupsafe")
 PURE = ("typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 PURE += ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 TAGS = ("manylinux_2_28_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
+CPU = "max,sve-max-vq=2"  # everything that qemu knows, with SVE of 256 bits
 PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "libstdc++6", "libgomp1")
 NEEDED = {  # command: Debian's package
     "qemu-aarch64": "qemu-user",
@@ -108,7 +109,7 @@ def _site(site: Path) -> None:
     run(*pip, "install", "--target", site, "--no-deps", "--ignore-installed", *PURE)
 
 
-def emulated(*arguments: str | Path, plugin: Sequence[str | Path] = (), cpu: str = "max") -> list:
+def emulated(*arguments: str | Path, plugin: Sequence[str | Path] = (), cpu: str = CPU) -> list:
     """The command that runs a program for Arm: qemu's, then `arguments`."""
     root = FOLDER / "root"
     command = ["qemu-aarch64", "-cpu", cpu, "-L", root]

@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 
@@ -71,3 +72,9 @@ def test_the_examples_are_listed():
     command = [sys.executable, "-m", "fastattn.examples"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == fastattn.examples.__doc__.strip()
+
+
+def test_a_free_threaded_python_is_refused(monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(name == "Py_GIL_DISABLED"))
+    with pytest.raises(ImportError, match="got a build without the global interpreter lock"):
+        runpy.run_path(str(ROOT / "fastattn" / "require_torch.py"))

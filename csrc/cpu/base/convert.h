@@ -59,16 +59,15 @@ FA_INLINE void widen_f16(const uint16_t* src, int64_t n, float* dst) {
 #elif defined(__AVX2__)
   for (; i + 8 <= n; i += 8)
     store(dst + i, (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(src + i))));
-#elif defined(FA_NEON)
-  for (; i + 4 <= n; i += 4)
-    store(dst + i, (Vec<float>)vcvt_f32_f16((float16x4_t)vld1_u16(src + i)));
+#elif defined(__aarch64__)
+  for (; i + 4 <= n; i += 4) vst1q_f32(dst + i, vcvt_f32_f16((float16x4_t)vld1_u16(src + i)));
 #endif
   for (; i < n; ++i) dst[i] = from_f16(src[i]);
 }
 
 FA_INLINE void narrow_f16(const float* src, int64_t n, uint16_t* dst) {
   int64_t i = 0;
-#if defined(FA_NEON)
+#if defined(__aarch64__)
   for (; i + 4 <= n; i += 4) vst1_u16(dst + i, (uint16x4_t)vcvt_f16_f32(vld1q_f32(src + i)));
 #endif
   for (; i < n; ++i) dst[i] = to_f16(src[i]);
@@ -90,7 +89,7 @@ FA_INLINE void narrow_bf16(const float* src, int64_t n, uint16_t* dst) {
   }
 #elif defined(FA_BF16_PRODUCTS)
   for (; i + 4 <= n; i += 4) vst1_u16(dst + i, (uint16x4_t)vcvt_bf16_f32(vld1q_f32(src + i)));
-#elif defined(FA_NEON)
+#elif defined(__aarch64__)
   for (; i + 4 <= n; i += 4) {
     const float32x4_t x = vld1q_f32(src + i);
     const uint32x4_t u = (uint32x4_t)x, odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));

@@ -56,11 +56,11 @@ enum class Unit { along_k, along_r };
 // Rows of C held in registers for NV vectors a row: as many independent chains as
 // hide the latency and still fit. Measured: 4 x 4 best or tied on AVX-512, 4 x 3 on
 // AVX2, where it is 4% faster than 6 x 2 (seven loads for twelve sums, not eight). On Arm 8 x 2:
-// the fewest instructions for 16 sums, which four pipes of four cycles need (neon_product.h).
+// the fewest instructions for 16 sums, which four pipes of four cycles need (arm_product.h).
 constexpr int register_rows([[maybe_unused]] int nv) {
 #if defined(__AVX512F__)
   return nv >= 4 ? 4 : 8;
-#elif defined(FA_NEON)
+#elif defined(__aarch64__)
   return 8;
 #else
   return nv >= 3 ? 4 : nv == 2 ? 6 : 8;
@@ -69,7 +69,7 @@ constexpr int register_rows([[maybe_unused]] int nv) {
 // Query rows of one tile, and columns of a register tile, in vectors.
 #if defined(__AVX512F__)
 constexpr int kTileVectors = 4, kRegisterVectors = 4;
-#elif defined(FA_NEON)
+#elif defined(__aarch64__)
 constexpr int kTileVectors = 4, kRegisterVectors = 2;
 #else
 constexpr int kTileVectors = 3, kRegisterVectors = 3;
@@ -159,8 +159,8 @@ struct RegisterSums {
 }  // namespace FA_ISA
 }  // namespace fa
 
-#if defined(FA_NEON)
-#include "neon_product.h"
+#if defined(__aarch64__)
+#include "arm_product.h"
 #endif
 
 namespace fa {

@@ -13,17 +13,21 @@
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
+#if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == 256
+#include <arm_sve.h>
+#define FA_SVE256
+#endif
 
 #define FA_INLINE inline __attribute__((always_inline))
 
 #if defined(__AVX512F__)
 #define FA_VECTOR_BYTES 64
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(FA_SVE256)
 #define FA_VECTOR_BYTES 32
 #else
 #define FA_VECTOR_BYTES 16
 #endif
-#if defined(__aarch64__)
+#if defined(__aarch64__) && !defined(FA_SVE256)
 #define FA_NEON
 #endif
 // There are instructions that multiply bfloat16: VDPBF16PS of AVX-512, BFDOT and BFMMLA of Arm.

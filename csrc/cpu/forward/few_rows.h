@@ -68,7 +68,7 @@ struct FewRows {
   // Keys that are taken at once, of one row: as many as a vector has lanes, so that the sums over
   // the products' lanes make one vector; on Arm 16, which has the registers for their sums. Past the
   // last key it repeats the last one: there is room in S.
-#if defined(FA_NEON)
+#if defined(__aarch64__)
   static constexpr int64_t kKeys = 16;
 #else
   static constexpr int64_t kKeys = W;
@@ -179,7 +179,7 @@ struct WeightedSum {
   // `later` counts columns.
   static FA_INLINE void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t count,
                             int64_t Dv, R* out, Later later = {}) {
-#if defined(__AVX512F__) || defined(FA_NEON)
+#if defined(__AVX512F__) || defined(__aarch64__)
     constexpr int many = sizeof(R) == 4 ? 4 : 2;  // vectors, as registers allow for four rows
 #else
     constexpr int many = 2;

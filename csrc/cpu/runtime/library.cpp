@@ -47,6 +47,9 @@ FA_DECLARE(amx_model)
 #if defined(FA_HAS_NEON_BF16)
 FA_DECLARE(neon_bf16)
 #endif
+#if defined(FA_HAS_SVE256)
+FA_DECLARE(sve256)
+#endif
 
 namespace {
 
@@ -115,6 +118,10 @@ Plan tiled_plan(const Params& p, int64_t pass, MakePlan tiles) {
       },                                                                                       \
       avx512::vector_function
 #endif
+#if defined(FA_HAS_SVE256)
+bool has_sve256_and_bf16() { return has_sve256() && has_bf16_products(); }
+bool is_bf16(const Params& p) { return p.q.dtype == FA_BF16; }
+#endif
 const Isa kIsas[] = {
 // tiles, then the widest vectors first; last the one for tests
 #if defined(FA_HAS_AMX_BF16)
@@ -128,6 +135,21 @@ const Isa kIsas[] = {
 #endif
 #if defined(FA_HAS_AVX2)
     {FA_KERNELS(avx2, has_avx2)},
+#endif
+#if defined(FA_HAS_SVE256)  // bfloat16 runs on neon_bf16, whose instructions multiply it
+    {"sve256", [](const Params& p) { return is_bf16(p) ? "neon_bf16" : "sve256"; },
+     has_sve256_and_bf16,
+     [](const Params& p, int64_t pass) {
+       return (is_bf16(p) ? neon_bf16::make_plan : sve256::make_plan)(p, pass);
+     },
+     [](const FaIndexer& p) {
+       return (p.q.dtype == FA_BF16 ? neon_bf16::indexer_tasks : sve256::indexer_tasks)(p);
+     },
+     [](const Params& p) { return (is_bf16(p) ? neon_bf16::decodes : sve256::decodes)(p); },
+     [](int64_t dtype, double s, double (*now)()) {
+       return (dtype == FA_BF16 ? neon_bf16::measure_peak : sve256::measure_peak)(dtype, s, now);
+     },
+     sve256::vector_function},
 #endif
 #if defined(FA_HAS_NEON_BF16)
     {FA_KERNELS(neon_bf16, has_bf16_products)},

@@ -13,6 +13,7 @@
 #endif
 #if defined(__linux__) && defined(__aarch64__)
 #include <sys/auxv.h>
+#include <sys/prctl.h>
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
@@ -66,6 +67,16 @@ inline bool has_bf16_products() {
   int has = 0;
   size_t size = sizeof has;
   return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
+// SVE, with vectors of 256 bits for this thread.
+inline bool has_sve256() {
+#if defined(__linux__)
+  constexpr unsigned long sve = 1 << 22;             // HWCAP_SVE
+  constexpr int get_length = 51, in_bytes = 0xFFFF;  // PR_SVE_GET_VL
+  return (getauxval(AT_HWCAP) & sve) && (prctl(get_length) & in_bytes) == 32;
 #else
   return false;
 #endif
