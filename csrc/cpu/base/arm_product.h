@@ -7,7 +7,8 @@
 namespace fa {
 namespace FA_ISA {
 
-// 128 bits of X, on SVE in each part of a vector; the first `n` numbers, zeros after them.
+// `load_quad` has 128 bits of X, on SVE repeated in both halves of a vector. `fma_lane` multiplies y
+// by number L of them.
 template <class R>
 constexpr int kQuad = 16 / sizeof(R);
 #if defined(FA_SVE256)
@@ -35,6 +36,7 @@ FA_INLINE Vec<double> fma_lane(Vec<double> acc, Vec<double> x, Vec<double> y) {
   return (Vec<double>)vfmaq_laneq_f64((float64x2_t)acc, (float64x2_t)y, (float64x2_t)x, L);
 }
 #endif
+// The first N numbers, zeros after them.
 template <int N, class R>
 FA_INLINE Vec<R> load_quad_of(const R* x) {
   if constexpr (N == kQuad<R>) return load_quad(x);
