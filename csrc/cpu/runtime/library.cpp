@@ -136,7 +136,7 @@ const Isa kIsas[] = {
 #if defined(FA_HAS_AVX2)
     {FA_KERNELS(avx2, has_avx2)},
 #endif
-#if defined(FA_HAS_SVE256)  // bfloat16 runs on neon_bf16, whose instructions multiply it
+#if defined(FA_HAS_SVE256)  // bfloat16 runs on neon_bf16, which can multiply it
     {"sve256", [](const Params& p) { return is_bf16(p) ? "neon_bf16" : "sve256"; },
      has_sve256_and_bf16,
      [](const Params& p, int64_t pass) {
