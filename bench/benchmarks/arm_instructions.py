@@ -38,7 +38,7 @@ TORCH = {
 SCRIPT = """
 import sys, torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-dtype, causal, backward, calls = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True", 1
+dtype, causal, backward = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True"
 torch.set_num_threads(1)
 torch.manual_seed(0)
 q, k, v, g = (torch.randn(1, 2, 200, 64, dtype=getattr(torch, dtype)) for _ in "qkvg")

@@ -78,10 +78,10 @@ def count(program: Path, isa: str, case: str) -> int:
     return int(found[1])
 
 
-def run(*command: str | Path) -> str:
+def run(*command: str | Path, **more) -> str:
     """Run a command; return its output, or raise RuntimeError with it if it fails."""
     text = [*map(str, command)]
-    done = subprocess.run(text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more)
     if done.returncode:
         raise RuntimeError(f"{' '.join(text)}: status {done.returncode}\n{done.stdout}")
     return done.stdout

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]  # tests.support imports torch
+from bench.benchmarks.instructions import run
+from tests.support.checkout import ROOT
+
 FOLDER = ROOT / "build" / "arm"
 TOOLCHAIN = ROOT / "csrc" / "toolchains" / "aarch64-linux-gnu.cmake"
 TORCH = "2.10.0"  # newer wheels for aarch64 need CUDA's libraries
@@ -41,15 +42,6 @@ def unavailable() -> str | None:
     if not missing:
         return None
     return f"not found: {', '.join(missing)} (apt-get install {' '.join(missing.values())})"
-
-
-def run(*command: str | Path, **more) -> str:
-    """Run a command; return its output, or raise RuntimeError with it if it fails."""
-    text = [*map(str, command)]
-    done = subprocess.run(text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(text)}: status {done.returncode}\n{done.stdout}")
-    return done.stdout
 
 
 def make() -> None:
