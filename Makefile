@@ -30,6 +30,11 @@
 # make compilers compile the CPU kernels by Clang with libc++, for Arm, and for Windows; nothing is run
 # make ledger    count what the main loops of the GPU kernels issue, with no GPU, beside
 #                FlashAttention's; fails where that is more than recorded. ARGS=--accept: record it
+# make docs      build the documentation into build/docs; warnings are errors
+# make test-docs   build it, then run its code, follow its links, and look at it with Chromium, if there
+#                is one: the screenshots are left in build/docs-screenshots
+# make docs-update   run the examples for the pictures of the documentation, and its notebooks for
+#                their outputs. ARGS="serve": of this example;  ARGS=notebooks
 # make lint, make format, make types    check with ruff, ruff format and clang-format, and ty
 # ARGS="..."     goes to pytest or to the module of bench
 #
@@ -56,7 +61,11 @@ OLDEST := build/triton-3.6.0
 # beside PyPI's torchvision) it cannot be imported, and where it is installed transformers cannot.
 VISION := build/vision-0.28.0
 
-.PHONY: help bench check test test-rest test-all test-interpreter test-torch test-arm test-gpu test-cuda test-ptx fuzz gpu wheels sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
+# Sphinx, its theme, and what reads notebooks.
+DOCS := build/docs-tools
+DOCUMENT = PYTHONPATH=$(CURDIR)/$(DOCS) JUPYTER_PATH=$(CURDIR)/$(DOCS)/share/jupyter $(PYTHON)
+
+.PHONY: help docs test-docs docs-update bench check test test-rest test-all test-interpreter test-torch test-arm test-gpu test-cuda test-ptx fuzz gpu wheels sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -138,6 +147,18 @@ compilers:
 ledger: setup
 	@$(PYTHON) -m bench ledger $(ARGS)
 
+# Always whole: pages that did not change would not repeat their warnings.
+docs: setup $(if $(VENV),$(DOCS))
+	@rm -rf build/docs build/docs-trees
+	@$(DOCUMENT) -m sphinx -d build/docs-trees --fail-on-warning --keep-going --quiet --jobs 2 $(ARGS) docs build/docs
+	@echo "build/docs/index.html"
+
+test-docs: docs
+	@$(PYTHON) -m pytest --tier=whole tests/docs
+
+docs-update: setup $(if $(VENV),$(DOCS))
+	@$(DOCUMENT) docs/update.py $(ARGS)
+
 lint: setup
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m tests.support.plain_words
@@ -160,6 +181,11 @@ $(VISION): | setup
 	$(PIP) install -c .ci/constraints.txt --no-deps --target $@.part \
 		torchvision==$(@:build/vision-%=%) timm open-clip-torch ftfy wcwidth \
 		&& mv $@.part $@ || echo "without torchvision, tests of its models are skipped"
+
+$(DOCS): docs/requirements.txt | setup
+	@rm -rf $@ $@.part
+	$(PIP) install -q -c .ci/constraints.txt --target $@.part -r docs/requirements.txt
+	@mv $@.part $@ && touch $@
 
 export FASTATTN_CUDA ?=
 export FASTATTN_ISAS ?=

@@ -1,0 +1,159 @@
+"""The built pages: links lead somewhere, and a browser shows them well on a phone, light and dark.
+
+`make test-docs` builds them first. The screenshots are left in build/docs-screenshots.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from html import unescape
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.support.checkout import ROOT
+
+SITE = ROOT / "build" / "docs"
+SCREENSHOTS = ROOT / "build" / "docs-screenshots"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+PHONE = 390, 844  # pixels of CSS
+SHOWN = ("guides/masks.html", "how/tiles.html", "reference/attention.html")
+# A window of Chromium is at least 500 wide: the page is in a frame as wide as a phone.
+FRAME = """<!doctype html><body style="margin:0"><iframe src="/{page}"
+style="border:0;width:{width}px;height:{height}px" onload="measure(this)"></iframe>
+<pre></pre><script>
+function measure(frame) {{
+  const page = frame.contentDocument, view = frame.contentWindow;
+  const words = [...page.querySelectorAll("svg text")];
+  const found = {{
+    width: page.documentElement.scrollWidth,
+    background: view.getComputedStyle(page.body).backgroundColor,
+    text: view.getComputedStyle(page.querySelector("article p")).color,
+    unloaded: [...page.images].filter(x => x.loading != "lazy" && !x.naturalWidth).length,
+    smallest: Math.min(99, ...words.map(x => x.getBoundingClientRect().height)),
+    drawings: page.querySelectorAll("figure.drawing svg").length,
+  }};
+  document.querySelector("pre").textContent = JSON.stringify(found);
+}}
+</script>"""
+
+pytestmark = pytest.mark.skipif(
+    not (SITE / "index.html").exists(), reason="the pages are not built (make test-docs)"
+)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+
+
+class Targets(HTMLParser):
+    """The addresses that a page refers to, and the anchors that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[str] = set()
+        self.anchors: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.addresses |= {x for x in (values.get("href"), values.get("src")) if x}
+        self.anchors |= {x for x in (values.get("id"),) if x}
+
+
+@functools.cache
+def targets(page: Path) -> Targets:
+    found = Targets()
+    found.feed(page.read_text("utf-8"))
+    return found
+
+
+def test_every_link_leads_somewhere():
+    broken = []
+    for page in SITE.rglob("*.html"):
+        for address in targets(page).addresses:
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc:
+                continue
+            path = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            exists = path.exists()
+            if exists and parts.fragment and path.suffix == ".html":
+                exists = unquote(parts.fragment) in targets(path).anchors
+            if not exists:
+                broken.append(f"{page.relative_to(SITE)}: {address}")
+    assert not broken
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """The site, and for `/frame/PAGE` a page that holds it in a frame as wide as a phone."""
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/frame/"):
+            return super().do_GET()
+        page = self.path.removeprefix("/frame/")
+        text = FRAME.format(page=page, width=PHONE[0], height=PHONE[1]).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    handler = functools.partial(Handler, directory=str(SITE))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def browse(address: str, dark: bool, *options: str) -> str:
+    """What Chromium prints for an address. In its settings 0 is dark, and 1 is light."""
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += [f"--blink-settings=preferredColorScheme={int(not dark)}", *options]
+    command += [f"--window-size=500,{PHONE[1]}", "--virtual-time-budget=4000", address]
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def brightness(colour: str) -> float:
+    """That of `rgb(r, g, b)`, from 0 to 255."""
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("page", SHOWN)
+def test_a_page_on_a_phone(page, dark, address):
+    image = pytest.importorskip("PIL.Image", reason="reading a screenshot needs pillow")
+    dom = browse(f"{address}/frame/{page}", dark, "--dump-dom")
+    found = re.search(r"<pre>(.+?)</pre>", dom)
+    assert found, dom
+    measured = json.loads(unescape(found[1]))
+    assert measured["width"] <= PHONE[0], "the page is wider than the screen"
+    assert measured["unloaded"] == 0
+    assert measured["smallest"] >= 9, "text in a drawing is too small to read"
+    assert (measured["drawings"] > 0) == (not page.startswith("reference/"))
+    ground, text = brightness(measured["background"]), brightness(measured["text"])
+    assert (ground < 60 and text > 150) if dark else (ground > 230 and text < 90)
+
+    SCREENSHOTS.mkdir(exist_ok=True)
+    shot = SCREENSHOTS / f"{Path(page).stem}-{'dark' if dark else 'light'}.png"
+    browse(f"{address}/frame/{page}", dark, f"--screenshot={shot}")
+    with image.open(shot) as opened:
+        pixels = opened.convert("L").crop((0, 0, *PHONE))
+        shades = pixels.histogram()
+    common = max(range(256), key=lambda x: shades[x])
+    assert abs(common - ground) < 12, "most of the picture is the page's ground"
+    assert sum(n > 20 for n in shades) > 40, "there is text, and it is smooth"
