@@ -16,6 +16,8 @@
 # make gpu       the first hour with a GPU: build, tests, sanitizers, timings beside torch's kernels and
 #                flash-attn; leaves a JSON and a page in bench/results/gpu. With none, a rehearsal
 # make wheels    build a wheel that installs without a compiler, and the sdist, into dist/; check both
+# make hub       lay the wheel in dist/ out as a kernel repository of Hugging Face, in build/hub/; load
+#                it by the package kernels, and check it. Uploads nothing
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
 # make sanitize-cpu   run random calls of the CPU kernels, and of the CUDA kernels on the emulator,
 #                under GCC's address, undefined behaviour and thread sanitizers. Ends within 20 minutes,
@@ -65,7 +67,7 @@ VISION := build/vision-0.28.0
 DOCS := build/docs-tools
 DOCUMENT = PYTHONPATH=$(CURDIR)/$(DOCS) JUPYTER_PATH=$(CURDIR)/$(DOCS)/share/jupyter $(PYTHON)
 
-.PHONY: help docs test-docs docs-update bench check test test-rest test-all test-interpreter test-torch test-arm test-gpu test-cuda test-ptx fuzz gpu wheels sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
+.PHONY: help docs test-docs docs-update bench check test test-rest test-all test-interpreter test-torch test-arm test-gpu test-cuda test-ptx fuzz gpu wheels hub sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -114,6 +116,9 @@ gpu:
 
 wheels: setup
 	@$(PYTHON) .ci/wheels.py
+
+hub: setup
+	@$(PYTHON) .ci/hub.py
 
 # The features, small: a thousand times slower, they still take minutes. torch's own allocator would
 # hide what lies beyond a tensor.

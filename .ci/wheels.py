@@ -52,15 +52,20 @@ def run(*command, cwd=ROOT, **environment):
     return done.stdout + done.stderr
 
 
-def make_tools():
-    """Install the tools that check wheels into a virtual environment of their own."""
-    folder = BUILD / "wheel-tools"
+def make_environment(name, tools):
+    """Install tools into a virtual environment of their own, in the build folder."""
+    folder = BUILD / name
     if not (folder / "complete").exists():
         run(sys.executable, "-m", "venv", "--clear", folder)
         constraints = ROOT / ".ci" / "constraints.txt"
-        run(folder / "bin" / "pip", "install", "-q", "-c", constraints, *TOOLS)
+        run(folder / "bin" / "pip", "install", "-q", "-c", constraints, *tools)
         (folder / "complete").touch()
-    return f"{len(TOOLS)} tools"
+    return f"{len(tools)} tools"
+
+
+def make_tools():
+    """Install the tools that check wheels."""
+    return make_environment("wheel-tools", TOOLS)
 
 
 def tool(name, *arguments):
@@ -91,8 +96,10 @@ def build_sdist():
 
 def wheel():
     """The path of the wheel."""
-    (found,) = DIST.glob("*.whl")
-    return found
+    found = list(DIST.glob("*.whl"))
+    if len(found) != 1:
+        raise Failed(f"{DIST}: got {len(found)} wheels, expected one: run `make wheels`")
+    return found[0]
 
 
 def check_size():
@@ -128,9 +135,7 @@ def install():
         run(sys.executable, "-m", "venv", folder)
         python = Path(folder, "bin", "python")
         path = str(python.parent)
-        # torch takes minutes to copy, and it is what every user has: this environment borrows it.
-        (packages,) = Path(folder, "lib").glob("python*/site-packages")
-        borrow(Path(torch.__file__).parents[1], packages)
+        borrow_torch(Path(folder))
         start = time.monotonic()
         run(python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel(), PATH=path)
         seconds = time.monotonic() - start
@@ -139,9 +144,11 @@ def install():
     return f"installed in {seconds:.1f} s"
 
 
-def borrow(packages, to):
-    """Link the packages of this Python into another environment, all but fastattn."""
-    for path in packages.iterdir():
+def borrow_torch(environment):
+    """Link the packages of this Python into another environment, all but fastattn. Every user has
+    torch, and it takes minutes to copy."""
+    (to,) = environment.glob("lib/python*/site-packages")
+    for path in Path(torch.__file__).parents[1].iterdir():
         if "fastattn" not in path.name and path.suffix != ".pth" and not (to / path.name).exists():
             (to / path.name).symlink_to(path)
 
@@ -149,8 +156,9 @@ def borrow(packages, to):
 STEPS = (make_tools, build, build_sdist, check_size, check_description, check_contents, install)
 
 
-def main():
-    for step in STEPS:
+def run_steps(steps):
+    """Run the steps until one fails. Returns the status of the program."""
+    for step in steps:
         start = time.monotonic()
         try:
             result = step()
@@ -162,4 +170,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_steps(STEPS))

@@ -101,7 +101,7 @@ else:
 
     def __getattr__(name: str) -> Any:
         if name == "distributed":  # on demand: torch may be built without torch.distributed
-            return importlib.import_module("fastattn.distributed")
+            return importlib.import_module(".distributed", __name__)
         if name in _TORCHS:
             return getattr(importlib.import_module("torch.nn.attention.flex_attention"), name)
         if name == "__version__":
@@ -111,8 +111,8 @@ else:
             from .version import FALLBACK
 
             try:
-                return installed("fastattn")
-            except PackageNotFoundError:  # imported from a folder, not installed
+                return installed(__name__)
+            except PackageNotFoundError:  # imported from a folder, or under another name
                 return FALLBACK
         if name == "__build__":
             return libraries.build()

@@ -12,7 +12,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# New folder: modules that moved into it, old name=new name if it changed. Paths below `fastattn`.
+# New folder: modules that moved into it, old name=new name if it changed. Paths below the package.
 _MOVED = {
     "": "forwards=module_types prerequisites=require_torch",
     "backends": "backend=base gpu launcher=native_launcher packing=per_sequence "
@@ -36,10 +36,10 @@ _MOVED = {
 
 def _table() -> dict[str, str]:
     """Old path -> new path."""
-    table = {}
+    package, table = __name__.partition(".")[0], {}
     for folder, names in _MOVED.items():
         for old, _, new in (name.partition("=") for name in names.split()):
-            table[f"fastattn.{old}"] = ".".join(filter(None, ["fastattn", folder, new or old]))
+            table[f"{package}.{old}"] = ".".join(filter(None, [package, folder, new or old]))
     return table
 
 
@@ -64,8 +64,8 @@ class _OldPathFinder(MetaPathFinder, Loader):
 
 def install() -> None:
     """Resolve old paths from now on. A finder that comes last: files go before. A reloaded package
-    calls this again."""
-    if not any(type(finder).__name__ == _OldPathFinder.__name__ for finder in sys.meta_path):
+    calls this again, and a copy of the package under another name has its own finder."""
+    if not any(type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.append(_OldPathFinder())
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tangents, Tensors
+from ..namespace import PACKAGE
 from . import gpu
 from .preference import PREFERENCE, RULES, KernelClasses, Rule
 
@@ -316,7 +317,7 @@ def _warn_slow(declined: dict[str, list[str]]) -> None:
 
 def _caller_level() -> int:
     """The stacklevel, counted from our caller, of the first frame outside fastattn and torch."""
-    frame, level, inside = sys._getframe(1), 1, ("fastattn", "torch")
+    frame, level, inside = sys._getframe(1), 1, (PACKAGE, "torch")
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(inside):
         frame, level = frame.f_back, level + 1
     return level

@@ -26,6 +26,7 @@ from ..call.spec import (
     Tensors,
 )
 from ..call.validation import check, check_results
+from ..namespace import PACKAGE, add_op_namespace_prefix, operator
 from ..score_mods.unlowered import lowered_call
 from . import flops, formulas, functorch
 from .formulas import PassCall, Passes, names
@@ -63,7 +64,7 @@ _SYMBOLS |= dict.fromkeys(DROPOUT_PERIODS, "SymInt")
 
 # The layouts in `Options` may follow the strides of inputs: a compiler has to keep these strides.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-library: torch.library.Library = torch.library.Library("fastattn", "DEF")
+library: torch.library.Library = torch.library.Library(PACKAGE, "DEF")
 
 
 def inputs_schema() -> str:
@@ -113,12 +114,12 @@ def _define_tangents(op: Operation) -> None:
 
 
 def _register(op: Operation, name: str, kernel, fake, autograd, save, vmap, count) -> None:
-    bind, full = functools.partial, f"fastattn::{name}"
+    bind, full = functools.partial, add_op_namespace_prefix(name)
     library.impl(name, bind(kernel, op), "CompositeExplicitAutograd")
     torch.library.register_fake(full, bind(fake, op), lib=library)
     torch.library.register_autograd(full, bind(autograd, op), setup_context=save, lib=library)
     torch.library.register_vmap(full, bind(vmap, op), lib=library)
-    flops.register(getattr(torch.ops.fastattn, name), count)
+    flops.register(operator(name), count)
 
 
 def split(args: Sequence[Any]) -> tuple[Tensors, Options]:

@@ -31,6 +31,7 @@ from ..call.spec import (
 )
 from ..call.tangents import need_like
 from ..call.validation import describe, need_memory
+from ..namespace import operator
 
 MAX_PLANS = 4096
 
@@ -54,7 +55,7 @@ class Operation(NamedTuple):
     outputs: Callable[[Tensors, Options], tuple[Tensor, ...]]  # empty ones, for fake tensors
 
     def operator(self, suffix: str = "") -> Any:
-        return getattr(torch.ops.fastattn, self.name + suffix)
+        return operator(self.name + suffix)
 
     def needs_grad(self, needed: Sequence[bool]) -> tuple[str, ...]:
         """The gradients that autograd asks for. needed: a bool for each of the first `Tensors`."""

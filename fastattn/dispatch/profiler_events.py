@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._C._profiler import _RecordFunctionFast
 
+from ..namespace import add_op_namespace_prefix
 from .operation import Operation
 
 _records_thread = torch.autograd._profiler_enabled
@@ -34,5 +35,5 @@ def recording() -> bool:
 def recorded(op: Operation, suffix: str, run: Callable, given: tuple, *arguments: Iterable) -> Any:
     """Run `run(*given)` as an event of the operator. arguments: the operator's, in parts."""
     every = [x for part in arguments for x in part]
-    with _RecordFunctionFast(f"fastattn::{op.name}{suffix}", every):
+    with _RecordFunctionFast(add_op_namespace_prefix(op.name + suffix), every):
         return run(*given)

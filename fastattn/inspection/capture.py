@@ -24,6 +24,7 @@ from ..dispatch.operation import Operation
 from ..dropin import conversion
 from ..dropin.multihead import MultiheadAttention
 from ..dropin.sdpa import is_causal_bias
+from ..namespace import PACKAGE
 from ..score_mods.encoding import ModText
 from .call_record import LAYER, MULTIHEAD, SDPA, WEIGHTS, CallRecord, State, named, options, shape
 from .mask_structure import MaskStructure, kept, structure
@@ -336,7 +337,7 @@ def _kernel(original, q, k, v, given) -> str:
     if not isinstance(original, type(len)):
         return (
             "fastattn.patch()"
-            if original.__module__ == "fastattn.dropin.patching"
+            if original.__module__ == f"{PACKAGE}.dropin.patching"
             else original.__module__
         )
     if is_causal_bias(given["attn_mask"]):

@@ -13,6 +13,7 @@ from ..backends.native import libraries
 from ..backends.native.libraries import DTYPE, TENSOR
 from ..call.scalars import alignment, whole
 from ..call.spec import acc_dtype
+from ..namespace import add_op_namespace_prefix
 from .highest import highest
 from .seen import (
     check_lengths,
@@ -146,7 +147,7 @@ def _check(q: Any, k: Any, weights: Any, count: Any, causal: Any, key_lengths: A
     return alignment(causal)
 
 
-@torch.library.custom_op("fastattn::lightning_index", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("lightning_index"), mutates_args=())
 def _choose(
     q: Tensor, k: Tensor, weights: Tensor, count: int, lengths: Tensor | None, causal: str
 ) -> Tensor:
@@ -220,7 +221,7 @@ def _products(q: Tensor, k: Tensor, indices: Tensor, b: int, here: slice) -> tup
     return rows, keys, rows @ keys.mT
 
 
-@torch.library.custom_op("fastattn::lightning_scores", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("lightning_scores"), mutates_args=())
 def _scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """(B,M,count): the scores of these keys, -inf for -1."""
     exact = acc_dtype(q.dtype)
@@ -240,7 +241,7 @@ def _(q, k, weights, indices):
     return q.new_empty(indices.shape, dtype=acc_dtype(q.dtype))
 
 
-@torch.library.custom_op("fastattn::lightning_scores_backward", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("lightning_scores_backward"), mutates_args=())
 def _scores_backward(
     grad: Tensor, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

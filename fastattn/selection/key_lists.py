@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ..backends.value_checks import checks_values
+from ..namespace import add_op_namespace_prefix
 from .seen import check_lengths, seen_keys
 
 
-@torch.library.custom_op("fastattn::key_lists", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("key_lists"), mutates_args=())
 def key_lists(
     indices: Tensor,
     lengths: Tensor | None,

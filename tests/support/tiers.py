@@ -256,6 +256,7 @@ SHARES = {
     "test_triton_optional": (NONE, ALL),
     "test_deadline::test_no_test_starts_after_the_deadline_and_the_count_is_printed": (NONE, NONE),
     "test_wheel": (NONE, ALL),
+    "test_hub": (4, ALL),
     "test_docstrings::test_form": (ALL, ALL),
     "test_types": (ALL, ALL),
     "test_types::test_pyright_finds_the_expected_errors": (NONE, ALL),

@@ -30,6 +30,7 @@ from ...call.spec import (
     WHOLE,
     AttentionSpec,
 )
+from ...namespace import PACKAGE
 from .elf import why_broken
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
@@ -226,7 +227,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 def _candidates(name: str, variable: str = "") -> list[Path]:
     if named := os.environ.get(variable):
         return [Path(named).absolute()]  # the loader would search for a bare name
-    package = sys.modules[__name__.partition(".")[0]]  # in an editable install it has two folders
+    package = sys.modules[PACKAGE]  # in an editable install it has two folders
     return [Path(folder) / "lib" / name for folder in package.__path__]
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...call.spec import AttentionSpec
+from ...namespace import PACKAGE
 from ...score_mods.bounds import Bounds, bounds
 from ...score_mods.derivatives import Derivative, Differentiation
 from ...score_mods.encoding import CAPTURED, ModText
@@ -72,7 +73,7 @@ def is_sum(text: str) -> bool:
 def functions_of(text: str, most: tuple[tuple[str, int], ...]) -> Functions:
     """most: above the largest index of each kind."""
     name, source = module_of(text, dict(most))
-    namespace: dict[str, Any] = {"__name__": f"fastattn.kernels.{name}"}
+    namespace: dict[str, Any] = {"__name__": f"{PACKAGE}.kernels.{name}"}
     path = f"<{name}>"  # Triton reads the source of a function through linecache
     linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
     exec(compile(source, path, "exec"), namespace)
@@ -105,17 +106,17 @@ def module_of(text: str, most: dict[str, int]) -> tuple[str, str]:
         if program is not None:
             own = program.values
             parts.append(_function(which, "", own, (len(own) - 1,), inputs))
-    called = inspect.getsource(importlib.import_module("fastattn.kernels.program_functions"))
+    called = inspect.getsource(importlib.import_module(f"{PACKAGE}.kernels.program_functions"))
     body = "\n\n".join(parts)
     name = f"program_{hashlib.sha256((called + body).encode()).hexdigest()[:16]}"
     return name, _HEAD + body.replace(_NAME, name)
 
 
 _NAME = "NAME"
-_HEAD = """import triton
+_HEAD = f"""import triton
 import triton.language as tl
 
-from fastattn.kernels import program_functions as of
+from {PACKAGE}.kernels import program_functions as of
 
 
 """

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...namespace import PACKAGE
 from .. import cuda_errors, gpu
 from . import launch_cache, tile_configs
 from .launch_cache import interpreted, version
@@ -39,7 +40,7 @@ def kernels() -> SimpleNamespace:
         launch_cache.find_cache()
     names = ("tile", "score", "block_mask", "forward", "backward", "decode", "weights")
     names += ("tangent", "jvp", "backward_jvp", "index_check")
-    found = {x: importlib.import_module(f"fastattn.kernels.{x}") for x in names}
+    found = {x: importlib.import_module(f"{PACKAGE}.kernels.{x}") for x in names}
     # NamedTuple._make without its check of the length.
     operand = functools.partial(tuple.__new__, found["tile"].Operand)
     return SimpleNamespace(**found, operand=operand)
