@@ -15,7 +15,8 @@
 #                repeat what fails, and exits with 1. MINUTES=2 by default. ARGS="--seed 5"
 # make gpu       the first hour with a GPU: build, tests, sanitizers, timings beside torch's kernels and
 #                flash-attn; leaves a JSON and a page in bench/results/gpu. With none, a rehearsal
-# make wheels    build a wheel that installs without a compiler, and the sdist, into dist/; check both
+# make wheels    build a wheel that installs without a compiler, and the sdist, into dist/; check both.
+#                ARCH=aarch64: the wheel for 64-bit Arm, cross-compiled, and tried under qemu
 # make hub       lay the wheel in dist/ out as a kernel repository of Hugging Face, in build/hub/; load
 #                it by the package kernels, and check it. Uploads nothing
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
@@ -115,7 +116,7 @@ gpu:
 	@$(PYTHON) -m bench gpu $(ARGS)
 
 wheels: setup
-	@$(PYTHON) .ci/wheels.py
+	@$(PYTHON) .ci/wheels.py $(if $(ARCH),--arch $(ARCH))
 
 hub: setup
 	@$(PYTHON) .ci/hub.py

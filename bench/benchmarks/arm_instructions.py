@@ -71,8 +71,7 @@ def build(folder: Path) -> tuple[Path, Path]:
     plugin, program = folder / "qemu_counter.so", folder / "instructions"
     compiler = instructions.c_compiler() or "cc"
     instructions.run(compiler, "-O2", "-shared", "-fPIC", HERE / "qemu_counter.c", "-o", plugin)
-    library = folder / "library" / "libfastattn_cpu.so"
-    linked = (library, f"-Wl,-rpath,{library.parent}", "-lm")
+    linked = (environment.LIBRARY, f"-Wl,-rpath,{environment.LIBRARY.parent}", "-lm")
     include = f"-I{environment.ROOT / 'csrc'}"
     instructions.run(
         "aarch64-linux-gnu-gcc", include, HERE / "instructions.c", *linked, "-o", program
@@ -118,7 +117,7 @@ def counted() -> tuple[Counts, dict[str, float | None], dict[str, int]]:
         for isa, cpu in (("sve256", environment.CPU), ("neon_bf16", "max,sve=off"))
         for case in TORCH
     }
-    compiler = instructions.compiler_of(environment.FOLDER / "library" / "libfastattn_cpu.so")
+    compiler = instructions.compiler_of(environment.LIBRARY)
     counts = Counts(compiler, {name: x.all for name, x in found.items()})
     return counts, {name: x.per_product for name, x in found.items()}, torch
 

@@ -12,6 +12,11 @@
 
 #include "../abi.h"
 
+// A cross build has the headers of the Python that runs pip. What the stable ABI takes from its
+// pyconfig.h are these sizes.
+static_assert(SIZEOF_VOID_P == sizeof(void*) && SIZEOF_SIZE_T == sizeof(size_t) &&
+              SIZEOF_LONG == sizeof(long) && SIZEOF_WCHAR_T == sizeof(wchar_t));
+
 namespace {
 
 // --- what is read of DLPack 1.x (github.com/dmlc/dlpack, dlpack.h) ------------------------------

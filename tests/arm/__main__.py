@@ -4,6 +4,7 @@ python -m tests.arm                    a slice of the tests, on every instructio
     --tier test                        a larger slice: tests/README.md
     --tests tests/semantics/test_x.py  these files or folders, in place of the slice
     --cpu neoverse-n1                  another processor of qemu: this one has no bfloat16
+    --library libfastattn_cpu.so       another build of the kernels for Arm, such as a wheel's
     -k, --workers                      of pytest; processes side by side
 
 What it needs is made in build/arm (environment.py). Tests run some fifty times slower than on the
@@ -33,7 +34,7 @@ SLICE += ["tests/cpu/test_cpu_vectors.py", "tests/score_mods", "tests/nn"]
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist")
 
 
-def run(tests: str, options: Sequence[str], cpu: str) -> tuple[str, int, str]:
+def run(tests: str, options: Sequence[str], cpu: str, library: Path) -> tuple[str, int, str]:
     """Run one file or folder: its name, pytest's status, and what it printed."""
     command = environment.python("-m", "pytest", *OPTIONS, *options, tests, cpu=cpu)
     done = subprocess.run(
@@ -42,7 +43,7 @@ def run(tests: str, options: Sequence[str], cpu: str) -> tuple[str, int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=environment.ROOT,
-        env=environment.environment_of_python(),
+        env=environment.environment_of_python(library),
     )
     return tests, done.returncode, done.stdout
 
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tier", default="check")
     parser.add_argument("--tests", nargs="+", default=SLICE)
     parser.add_argument("--cpu", default=environment.CPU)
+    parser.add_argument("--library", type=Path, default=environment.LIBRARY)
     parser.add_argument("-k", default="", dest="keyword")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args(argv)
@@ -60,13 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(reason)
 
     start = time.monotonic()
-    environment.make()
+    library = options.library.resolve()
+    if options.library == environment.LIBRARY:
+        environment.make()
+    else:
+        environment.make_python()
     print(f"build/arm: made in {time.monotonic() - start:.0f} s", flush=True)
     given = [f"--tier={options.tier}", *(["-k", options.keyword] if options.keyword else [])]
     counts, failed = {"passed": 0, "failed": 0, "skipped": 0}, []
     with ThreadPoolExecutor(options.workers) as pool:
         for tests, status, printed in pool.map(
-            lambda tests: run(tests, given, options.cpu), options.tests
+            lambda tests: run(tests, given, options.cpu, library), options.tests
         ):
             lines = printed.splitlines() or [f"status {status}"]
             print(f"{Path(tests).name}: {lines[-1]}", flush=True)

@@ -20,6 +20,7 @@ from bench.benchmarks.instructions import run
 from tests.support.checkout import ROOT
 
 FOLDER = ROOT / "build" / "arm"
+LIBRARY = FOLDER / "library" / "libfastattn_cpu.so"
 TOOLCHAIN = ROOT / "csrc" / "toolchains" / "aarch64-linux-gnu.cmake"
 TORCH = "2.10.0"  # newer wheels for aarch64 need CUDA's libraries
 WHEELS = (f"torch=={TORCH}", "numpy<2.4", "markupsafe")
@@ -46,24 +47,29 @@ def unavailable() -> str | None:
 
 def make() -> None:
     """Make what is missing; compile what changed."""
+    make_python()
+    compile_library()
+
+
+def make_python() -> None:
+    """Make Arm's Python and its packages where they are missing."""
     for name, maker in (("root", _root), ("site", _site)):
         if not (FOLDER / name / "complete").exists():
             shutil.rmtree(FOLDER / name, ignore_errors=True)
             (FOLDER / name).mkdir(parents=True)
             maker(FOLDER / name)
             (FOLDER / name / "complete").touch()
-    compile_library()
 
 
 def compile_library(isas: str = "") -> Path:
     """Cross-compile the CPU kernels: these instruction sets, or all."""
-    folder = FOLDER / "library"
+    folder = LIBRARY.parent
     environment = os.environ | {"FASTATTN_CUDA": "off", "FASTATTN_EXTENSION": "off"}
     environment["FASTATTN_ISAS"] = isas
     options = ("-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_TOOLCHAIN_FILE={TOOLCHAIN}")
     run("cmake", "-S", ROOT / "csrc", "-B", folder, *options, env=environment)
     run("cmake", "--build", folder, "--target", "fastattn_cpu", "--parallel", "2", env=environment)
-    return folder / "libfastattn_cpu.so"
+    return LIBRARY
 
 
 def _root(root: Path) -> None:
@@ -93,12 +99,16 @@ def _site(site: Path) -> None:
     """
     wheels = FOLDER / "wheels"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    platform = [x for tag in TAGS for x in ("--platform", tag)]
-    platform += ["--python-version", "3.11", "--only-binary=:all:", "--no-deps"]
-    run(*pip, "download", "--dest", wheels, *platform, *WHEELS)
+    run(*pip, "download", "--dest", wheels, *pip_options(*TAGS), *WHEELS)
     for wheel in wheels.glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(site)
     run(*pip, "install", "--target", site, "--no-deps", "--ignore-installed", *PURE)
+
+
+def pip_options(*tags: str) -> list[str]:
+    """Options by which pip gets wheels for Arm's Python, with these tags of platforms, alone."""
+    platforms = [x for tag in tags for x in ("--platform", tag)]
+    return [*platforms, "--python-version", "3.11", "--only-binary=:all:", "--no-deps"]
 
 
 def emulated(*arguments: str | Path, plugin: Sequence[str | Path] = (), cpu: str = CPU) -> list:
@@ -114,13 +124,13 @@ def python(*arguments: str | Path, **more) -> list:
     return emulated(FOLDER / "root/usr/bin/python3.11", *arguments, **more)
 
 
-def environment_of_python() -> dict[str, str]:
+def environment_of_python(library: Path = LIBRARY) -> dict[str, str]:
     """The variables by which that Python finds torch, this checkout and the kernels for Arm."""
     return os.environ | {
         "PYTHONPATH": f"{FOLDER / 'site'}:{ROOT}",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
-        "FASTATTN_LIBRARY": str(FOLDER / "library" / "libfastattn_cpu.so"),
+        "FASTATTN_LIBRARY": str(library),
         "FASTATTN_EXTENSION": "off",
         "OMP_NUM_THREADS": "1",
     }
