@@ -1,0 +1,40 @@
+"""The reference has every public name, and no other."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+import pytest
+
+import fastattn
+import fastattn.integrations.diffusers
+import fastattn.integrations.transformers
+from fastattn import distributed, flash_attn, mla, nn
+from tests.support.checkout import ROOT
+
+PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
+ENTRY = re.compile(r"^\.\. auto(?:function|class):: fastattn\.([\w.]+)$", re.M)
+MODULES: dict[str, ModuleType] = {"nn.": nn, "distributed.": distributed, "mla.": mla}
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="no docs: not a checkout")
+
+
+def documented() -> list[str]:
+    return [name for page in PAGES for name in ENTRY.findall(page.read_text())]
+
+
+def public() -> set[str]:
+    names = {x for x in dir(fastattn) if not x.startswith("__")}
+    names = {x for x in names if not isinstance(getattr(fastattn, x), ModuleType)}
+    names |= {f"{prefix}{x}" for prefix, module in MODULES.items() for x in module.__all__}
+    of_flash_attn = (x for x in flash_attn.__all__ if callable(getattr(flash_attn, x)))
+    names |= {f"flash_attn.{x}" for x in of_flash_attn}
+    names |= {f"integrations.{x}.{y}" for x in ("transformers", "diffusers")
+              for y in ("register", "unregister")}  # fmt: skip
+    return names | {"reference.attention"}
+
+
+def test_every_public_name_is_there_once():
+    found = documented()
+    assert sorted(found) == sorted(public())
