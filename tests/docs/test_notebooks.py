@@ -30,7 +30,7 @@ def run(code: str, names: dict) -> tuple[str, str]:
     with contextlib.redirect_stdout(printed):
         exec(compile(tree, "cell", "exec"), names)
         value = None if last is None else eval(compile(last, "cell", "eval"), names)
-    return printed.getvalue(), "" if value is None else pprint.pformat(value)
+    return printed.getvalue(), "" if value is None else pprint.pformat(value, sort_dicts=False)
 
 
 def kept(cell: dict) -> tuple[str, str]:
