@@ -176,10 +176,12 @@ def foreign_imports(path):
     """The lines of a file that import what the hub does not allow. An import in a function runs
     only where its caller has the module; one of the package by its own name is another copy."""
     tree = ast.parse(path.read_text())
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    later = {x for f in ast.walk(tree) if isinstance(f, functions) for x in ast.walk(f)}
     for node in ast.walk(tree):
         for name in modules(node):
             top = name.partition(".")[0]
-            if top == NAME or (node in tree.body and top not in ALLOWED):
+            if top == NAME or (node not in later and top not in ALLOWED):
                 yield f"{path}:{node.lineno} {name}"
 
 
@@ -196,9 +198,11 @@ def newest_symbols(path):
     """{set of symbols: its newest version that a library needs}, from the library's strings."""
     found = {}
     for name, text in re.findall(
-        rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)(?=\0)", path.read_bytes()
+        rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+|ABI_\w+)(?=\0)", path.read_bytes()
     ):
-        version = tuple(map(int, text.decode().split(".")))
+        # A mark of what a loader must know, such as ABI_DT_RELR, is newer than manylinux_2_28.
+        numbered = not text.startswith(b"ABI")
+        version = tuple(map(int, text.decode().split("."))) if numbered else (99,)
         found[name.decode()] = max(version, found.get(name.decode(), ()))
     return found
 

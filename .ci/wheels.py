@@ -73,10 +73,14 @@ def run(*command, cwd=ROOT, **environment):
 def make_environment(name, tools):
     """Install tools into a virtual environment of their own, in the build folder."""
     folder = BUILD / name
-    if not (folder / "complete").exists():
+    complete, wanted = (
+        folder / "complete",
+        "\n".join([sys.version, *tools, CONSTRAINTS.read_text()]),
+    )
+    if not complete.exists() or complete.read_text() != wanted:
         run(sys.executable, "-m", "venv", "--clear", folder)
         run(folder / "bin" / "pip", "install", "-q", "-c", CONSTRAINTS, *tools)
-        (folder / "complete").touch()
+        complete.write_text(wanted)
     return f"{len(tools)} tools"
 
 
@@ -175,7 +179,7 @@ def check_size(arch):
 
 def check_description(arch):
     """What an index shows renders, and has no relative link."""
-    tool("twine", "check", "--strict", *DIST.iterdir())
+    tool("twine", "check", "--strict", *DIST.glob("*.whl"), *DIST.glob("*.tar.gz"))
     rating = re.search(r"Final rating: (\d+)/10", tool("pyroma", ROOT))
     if rating is None or rating[1] != "10":
         raise Failed(f"pyroma: got {rating and rating[0]}, expected 10/10")
@@ -215,8 +219,11 @@ def borrow_torch(environment):
     torch, and it takes minutes to copy."""
     (to,) = environment.glob("lib/python*/site-packages")
     for path in Path(torch.__file__).parents[1].iterdir():
-        if "fastattn" not in path.name and path.suffix != ".pth" and not (to / path.name).exists():
-            (to / path.name).symlink_to(path)
+        link = to / path.name
+        if link.is_symlink():
+            link.unlink()  # of an environment that may be gone
+        if "fastattn" not in path.name and path.suffix != ".pth" and not link.exists():
+            link.symlink_to(path)
 
 
 def unpacked(arch):

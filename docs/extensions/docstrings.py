@@ -6,9 +6,11 @@ runs before napoleon, which makes fields of the sections.
 """
 
 import re
+from pathlib import Path
 
-import fastattn
-
+REFERENCE = Path(__file__).resolve().parents[1] / "reference"
+ENTRY = re.compile(r"^\.\. auto\w+:: fastattn\.([\w.]+)$", re.M)
+NAMES = {name for page in REFERENCE.glob("*.md") for name in ENTRY.findall(page.read_text())}
 CODE = re.compile(r"`([^`\n]+)`")
 MARKUP = re.compile(r"([*|\\]|_\b)")
 
@@ -17,7 +19,8 @@ def linked(found):
     """A name in backticks: a link to fastattn's own, else code."""
     text = found[1]
     name = text.removeprefix("fastattn.").split("(")[0]
-    if re.fullmatch(r"[\w.]+", name) and hasattr(fastattn, name.split(".")[0]):
+    of_torch = re.search(r"torch(\.\S+|'s )$", found.string[: found.start()])
+    if name in NAMES and not of_torch:
         return f":py:obj:`{text} <fastattn.{name}>`"
     return f"``{text}``"
 

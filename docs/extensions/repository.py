@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+CODE = r"`+[^`]+`+"
+LINK = re.compile(rf"{CODE}|(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def with_links(text, folder, address):
@@ -12,6 +13,8 @@ def with_links(text, folder, address):
 
     def replaced(found):
         mark, words, path, anchor = found.groups()
+        if path is None:
+            return found[0]
         target = (folder / path).resolve()
         if mark:
             return f"![{words}]({Path('/..') / target.relative_to(ROOT)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastattn.flash_attn
 from tests.support.checkout import ROOT
 
 DOCS = ROOT / "docs"
@@ -19,7 +21,7 @@ NEEDS = {"guides/models.md": ("transformers", "diffusers")}
 COMMANDS = (
     r"make (?P<target>[\w-]+)( \w+=\S+)*",
     r"python -m (?P<module>[\w.]+)( --?[\w-]+( \w+)?)*",
-    r"pip install (?P<package>\.|torch|dist/fastattn-\*\.whl)( --index-url \S+)?",
+    r"pip install (\.|torch|dist/fastattn-\*_\$\(uname -m\)\.whl)( --index-url \S+)?",
 )
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="no docs: not a checkout")
@@ -42,6 +44,13 @@ def with_language(language: str) -> list[Path]:
     return [page for page in PAGES if any(x == language for _, x, _ in blocks(page))]
 
 
+@functools.cache
+def make_targets() -> set[str]:
+    """The targets of the Makefile; several may have one rule."""
+    rules = re.findall(r"^([\w-][\w -]*):(?!=)", (ROOT / "Makefile").read_text(), re.M)
+    return set(" ".join(rules).split())
+
+
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What torchrun sets, for one process; and torch as it was, when the page has run."""
@@ -51,6 +60,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(key, str(value))
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     yield
+    fastattn.flash_attn.uninstall()  # if a page failed before it did so
     torch.set_num_threads(threads)
     torch.set_rng_state(state)
     if torch.distributed.is_initialized():
@@ -74,15 +84,14 @@ def test_every_block_has_a_language_that_is_checked(page):
 
 @pytest.mark.parametrize("page", with_language("sh"), ids=name)
 def test_commands_exist(page):
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     for _, language, code in blocks(page):
         for line in code.splitlines() if language == "sh" else ():
-            command = line.partition(" #")[0].strip()
+            command = line.partition("  #")[0].strip()
             found = next(filter(None, (re.fullmatch(x, command) for x in COMMANDS)), None)
             assert found, f"no known command: {command}"
             names = found.groupdict()
             if "target" in names:
-                assert names["target"] in targets, command
+                assert names["target"] in make_targets(), command
             if "module" in names:
                 path = ROOT / names["module"].replace(".", "/")
                 assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), command
@@ -90,11 +99,9 @@ def test_commands_exist(page):
 
 def test_commands_in_the_text_exist():
     """`python -m ...` and `make ...` in backticks name modules and targets."""
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"[\w-]+", " ".join(re.findall(r"^([\w -]+):", makefile, re.M))))
     for page in PAGES:
         text = page.read_text()
         for module in re.findall(r"`(?:FASTATTN_\w+=\w+ )?python -m ([\w.]+)", text):
             path = ROOT / module.replace(".", "/")
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-        assert set(re.findall(r"`make ([\w-]+)", text)) <= targets, page
+        assert set(re.findall(r"`make ([\w-]+)", text)) <= make_targets(), page

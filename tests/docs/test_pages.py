@@ -26,7 +26,7 @@ SITE = ROOT / "build" / "docs"
 SCREENSHOTS = ROOT / "build" / "docs-screenshots"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 PHONE = 390, 844  # pixels of CSS
-SHOWN = ("guides/masks.html", "how/tiles.html", "reference/attention.html")
+SHOWN = ("index.html", "guides/masks.html", "how/tiles.html", "reference/attention.html")
 # A window of Chromium is at least 500 wide: the page is in a frame as wide as a phone.
 FRAME = """<!doctype html><body style="margin:0"><iframe src="/{page}"
 style="border:0;width:{width}px;height:{height}px" onload="measure(this)"></iframe>
@@ -41,13 +41,27 @@ function measure(frame) {{
     unloaded: [...page.images].filter(x => x.loading != "lazy" && !x.naturalWidth).length,
     smallest: Math.min(99, ...words.map(x => x.getBoundingClientRect().height)),
     drawings: page.querySelectorAll("figure.drawing svg").length,
+    pictures: page.querySelectorAll("article img").length,
+    hidden: Math.max(0, ...[...page.querySelectorAll(".table-wrapper")].map(
+      x => x.scrollWidth - x.clientWidth)),
   }};
   document.querySelector("pre").textContent = JSON.stringify(found);
 }}
 </script>"""
 
+
+def current() -> bool:
+    """Whether the pages were built after the last change of what they are made from."""
+    index = SITE / "index.html"
+    sources = [
+        x for x in (ROOT / "docs").rglob("*") if x.is_file() and "__pycache__" not in x.parts
+    ]
+    made = index.stat().st_mtime if index.exists() else 0.0
+    return bool(sources) and made >= max(x.stat().st_mtime for x in sources)
+
+
 pytestmark = pytest.mark.skipif(
-    not (SITE / "index.html").exists(), reason="the pages are not built (make test-docs)"
+    not current(), reason="the pages are not built, or were changed since (make test-docs)"
 )
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 
@@ -144,7 +158,9 @@ def test_a_page_on_a_phone(page, dark, address):
     assert measured["width"] <= PHONE[0], "the page is wider than the screen"
     assert measured["unloaded"] == 0
     assert measured["smallest"] >= 9, "text in a drawing is too small to read"
-    assert (measured["drawings"] > 0) == (not page.startswith("reference/"))
+    assert measured["hidden"] == 0, "a table is wider than the screen"
+    assert (measured["drawings"] > 0) == page.startswith(("guides/", "how/"))
+    assert (measured["pictures"] > 0) == (page == "index.html")
     ground, text = brightness(measured["background"]), brightness(measured["text"])
     assert (ground < 60 and text > 150) if dark else (ground > 230 and text < 90)
 

@@ -254,7 +254,8 @@ def _load_cpu() -> CpuLibrary | str:
     path = next((p for p in candidates if os.path.exists(p)), None)
     if path is None:
         where = ", ".join(map(str, candidates))
-        return f"the native library was not built: no {where} (install with `pip install .`)"
+        how = "`pip install .`, then run Python outside the folder of the sources"
+        return f"the native library was not built: no {where} ({how})"
     try:
         library = CpuLibrary(path)
     except (OSError, AttributeError) as error:
