@@ -72,10 +72,11 @@ def run(environment: Environment, tier: str, workers: int) -> Outcome:
     (environment.folder / "log.txt").write_text(done.stdout + done.stderr)
     if not report.exists():
         raise RuntimeError(f"pytest stopped: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return _read(report, time.monotonic() - start)
+    return read(report, time.monotonic() - start)
 
 
-def _read(report: Path, seconds: float) -> Outcome:
+def read(report: Path, seconds: float) -> Outcome:
+    """The outcome that a JUnit report has."""
     passed, failed, declined = 0, [], Counter()
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
@@ -112,7 +113,8 @@ def row(about: dict, outcome: Outcome) -> str:
 
 HEADER = """# Versions of torch and of Python that were tested
 
-Written by `make test-torch SAVE=1`. Each row is one environment with the same abi3 wheel.
+Written by `make test-torch SAVE=1`, and by `make test-arm ARGS=--save`, which runs a smaller slice.
+Each row is one environment with the same abi3 wheel; on aarch64 with the cross-compiled library.
 "Declined" counts tests that did not run; the reasons are below.
 
 | torch | Python | architecture | CPU kernels | extension | Triton | passed | failed | declined |
