@@ -26,6 +26,7 @@ TORCH = "2.10.0"  # newer wheels for aarch64 need CUDA's libraries
 WHEELS = (f"torch=={TORCH}", "numpy<2.4", "markupsafe")
 PURE = ("typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 PURE += ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
+PURE += ("hypothesis<6.150", "sortedcontainers", "attrs")  # newer ones of it are compiled
 TAGS = ("manylinux_2_28_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
 CPU = "max,sve-max-vq=2"  # everything that qemu knows, with SVE of 256 bits
 PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "libstdc++6", "libgomp1")

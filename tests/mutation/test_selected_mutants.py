@@ -93,7 +93,7 @@ only the last heads count: cpu/selection/lightning_index.h: index
 -float(h == 0 ? sum[x] : to[j + x] + sum[x]);
 +float(sum[x]);
 products below 0 count: cpu/selection/lightning_index.h: index
--max_or_second(Vec<R>{}, s) * w[v];
+-relu(s) * w[v];
 +s * w[v];
 NaN is the highest score: cpu/selection/lightning_index.h: nan
 -if (x != x) return 0;

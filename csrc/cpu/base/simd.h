@@ -99,7 +99,7 @@ FA_INLINE Vec<float> splat(float x) { return _mm256_set1_ps(x); }
 FA_INLINE Vec<double> splat(double x) { return _mm256_set1_pd(x); }
 #endif
 
-// a where a > b, else b: a NaN in `a` loses, so a running maximum stays a number
+// a where a > b, else b, which is a number: a NaN in `a` loses, so a running maximum stays a number
 // and the NaN reaches the sum through exp(NaN - max) instead.
 template <class V>
 FA_INLINE V max_or_second(V a, V b) {
@@ -117,6 +117,20 @@ FA_INLINE Vec<float> max_or_second(Vec<float> a, Vec<float> b) {
 }
 FA_INLINE Vec<double> max_or_second(Vec<double> a, Vec<double> b) {
   return (Vec<double>)vmaxnmq_f64((float64x2_t)a, (float64x2_t)b);
+}
+#endif
+
+// The larger of 0 and x. NaN stays NaN.
+template <class V>
+FA_INLINE V relu(V x) {
+  return max_or_second(V{}, x);
+}
+#if defined(FA_NEON)  // FMAX: NaN, if one of the two is NaN
+FA_INLINE Vec<float> relu(Vec<float> x) {
+  return (Vec<float>)vmaxq_f32(float32x4_t{}, (float32x4_t)x);
+}
+FA_INLINE Vec<double> relu(Vec<double> x) {
+  return (Vec<double>)vmaxq_f64(float64x2_t{}, (float64x2_t)x);
 }
 #endif
 

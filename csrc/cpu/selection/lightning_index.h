@@ -179,7 +179,7 @@ struct LightningIndex {
           sums[x] = Vec<R>{};
           for (int v = 0; v < NV; ++v) {
             const Vec<R> s = load(buf.s + (j + x) * group + v * W);
-            sums[x] += max_or_second(Vec<R>{}, s) * w[v];  // NaN stays NaN
+            sums[x] += relu(s) * w[v];
           }
         }
         const Vec<R> sum = sum_lanes<R>(sums);
