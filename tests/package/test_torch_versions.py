@@ -72,7 +72,7 @@ REPORT = """<testsuites><testsuite>
 def test_a_report_is_read_and_shown(tmp_path):
     path = tmp_path / "report.xml"
     path.write_text(REPORT)
-    outcome = program._read(path, 3.0)
+    outcome = program.read(path, 3.0)
     assert outcome == (1, ["a::fails", "a::stops"], Counter({"torch has none": 1}), 3.0)
     assert program.summary(outcome) == "1 passed, 2 failed, 1 declined in 3 s"
     about = dict(torch="2.8.0", python="3.11.7", architecture="x86_64", extension="runs")
