@@ -106,6 +106,15 @@ def test_the_tables_name_what_exists(name):
     assert f"def {test}" in written or f"\n{test} = " in written
 
 
+def test_the_tables_have_shares():
+    """A number, or ALL; of `check` and of `test` in the tables of shares, of `all` in the others."""
+    pairs = [*tiers.SHARES.values(), *tiers.INTERPRETED_SHARES.values()]
+    assert all(isinstance(x, tuple) and len(x) == 2 for x in pairs)
+    shares = [x for pair in pairs for x in pair]
+    shares += [*tiers.OF_ALL.values(), *tiers.INTERPRETED_OF_ALL.values()]
+    assert all(x == tiers.ALL or isinstance(x, int) for x in shares)
+
+
 def test_a_missing_build_is_reported_in_one_message(tmp_path):
     environment = {"FASTATTN_LIBRARY": str(tmp_path / "nothing.so"), "PATH": ""}
     command = [

@@ -34,6 +34,7 @@ SHARES = {
     "test_derivatives": (4, 3),
     "test_derivatives::test_features": (13, 11),
     "test_derivatives::test_pairs_of_features": (NONE, 97),
+    "test_derivatives::test_attention_jvp_compiles_once_for_every_size": (NONE, NONE),
     "test_derivatives::test_attention_jvp_compiles_whole_and_is_differentiable": (NONE, 3),
     "test_transforms::test_the_table_of_transforms": (NONE, 2),
     "test_vmap_dropout": (7, 2),
@@ -370,7 +371,6 @@ OF_ALL = {
     "test_gpu_mutants::test_a_fault_of_a_hopper_kernel_is_detected": 5,
     "test_gpu_mutants::test_the_source_without_faults_passes": 5,
     "test_derivatives::test_pairs_of_features": 7,  # the others: pytest --tier=whole
-    "test_derivatives::test_attention_jvp_compiles_once_for_every_size": (NONE, NONE),
     "test_ptx_triton::test_features": 9,
     "test_ptx_triton::test_blocks_of_a_mask": 3,
     "test_ptx_triton_functions": 6,
@@ -428,6 +428,7 @@ INTERPRETED_SHARES = {
     "test_tangents::test_pairs_of_features": (NONE, NONE),
     "test_tangents::test_packed": (NONE, NONE),
     "test_tangents::test_an_absent_tangent_is_zero": (NONE, NONE),
+    "test_tangents::test_forwards_results_change_nothing": (NONE, NONE),
     "test_tangents::test_head_dims": (NONE, NONE),
     "test_nn_decoding::test_cached_decoding_equals_the_full_pass": (NONE, NONE),
     "test_dropout::test_every_word_of_the_seed_matters": (NONE, NONE),
@@ -439,7 +440,6 @@ INTERPRETED_DEFAULT = (NONE, 37)
 INTERPRETED_OF_ALL = {  # two passes with many products: each feature in one dtype, and some pairs
     "test_tangents::test_features": 1,
     "test_tangents::test_pairs_of_features": 13,
-    "test_tangents::test_forwards_results_change_nothing": (NONE, NONE),
 }
 
 
