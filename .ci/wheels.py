@@ -73,10 +73,8 @@ def run(*command, cwd=ROOT, **environment):
 def make_environment(name, tools):
     """Install tools into a virtual environment of their own, in the build folder."""
     folder = BUILD / name
-    complete, wanted = (
-        folder / "complete",
-        "\n".join([sys.version, *tools, CONSTRAINTS.read_text()]),
-    )
+    complete = folder / "complete"
+    wanted = "\n".join([sys.version, *tools, CONSTRAINTS.read_text()])
     if not complete.exists() or complete.read_text() != wanted:
         run(sys.executable, "-m", "venv", "--clear", folder)
         run(folder / "bin" / "pip", "install", "-q", "-c", CONSTRAINTS, *tools)

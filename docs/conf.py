@@ -23,10 +23,7 @@ extensions = [
     "gallery",
     "repository",
 ]
-exclude_patterns = ["requirements.txt", "gallery/*.md"]
-nitpicky = False  # types of torch are not linked
 
-myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebook is kept with its outputs; a test runs it anew
 nb_merge_streams = True
@@ -34,7 +31,6 @@ nb_merge_streams = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the sections Args and Shape say more
 autodoc_class_signature = "mixed"
-add_module_names = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Shape", "params_style")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 ENTRY = re.compile(r"^\.\. auto\w+:: fastattn\.([\w.]+)$", re.M)
-NAMES = {name for page in REFERENCE.glob("*.md") for name in ENTRY.findall(page.read_text())}
+ENTRIES = [name for page in REFERENCE.glob("*.md") for name in ENTRY.findall(page.read_text())]
 CODE = re.compile(r"`([^`\n]+)`")
 MARKUP = re.compile(r"([*|\\]|_\b)")
 
@@ -20,7 +20,7 @@ def linked(found):
     text = found[1]
     name = text.removeprefix("fastattn.").split("(")[0]
     of_torch = re.search(r"torch(\.\S+|'s )$", found.string[: found.start()])
-    if name in NAMES and not of_torch:
+    if name in ENTRIES and not of_torch:
         return f":py:obj:`{text} <fastattn.{name}>`"
     return f"``{text}``"
 

@@ -16,13 +16,12 @@ def tiles():
     A task has one tile of rows and goes through its blocks from left to right. Blocks that all rows
     see need no test; a test decides at the edge; hidden blocks are never loaded. One block of
     scores exists at a time."""
-    size, step, rows, at = 24, 4, 6, 3
+    cell, rows, at = 40, 6, 3
     picture = Drawing()
     left, top = 64, 34
     picture.text(left, 14, "keys, in blocks: K and V are loaded a block at a time")
     picture.text(8, top + 40, "rows,")
     picture.text(8, top + 54, "in tiles")
-    cell = size * step / 2.4
     for i in range(rows):
         for j in range(rows):
             kind = "whole" if j < i else "edge" if j == i else "hidden"

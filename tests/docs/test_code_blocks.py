@@ -51,6 +51,12 @@ def make_targets() -> set[str]:
     return set(" ".join(rules).split())
 
 
+def is_program(module: str) -> bool:
+    """Whether `python -m module` finds a file in the checkout."""
+    path = ROOT / module.replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What torchrun sets, for one process; and torch as it was, when the page has run."""
@@ -93,8 +99,7 @@ def test_commands_exist(page):
             if "target" in names:
                 assert names["target"] in make_targets(), command
             if "module" in names:
-                path = ROOT / names["module"].replace(".", "/")
-                assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), command
+                assert is_program(names["module"]), command
 
 
 def test_commands_in_the_text_exist():
@@ -102,6 +107,5 @@ def test_commands_in_the_text_exist():
     for page in PAGES:
         text = page.read_text()
         for module in re.findall(r"`(?:FASTATTN_\w+=\w+ )?python -m ([\w.]+)", text):
-            path = ROOT / module.replace(".", "/")
-            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+            assert is_program(module), module
         assert set(re.findall(r"`make ([\w-]+)", text)) <= make_targets(), page

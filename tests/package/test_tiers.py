@@ -107,7 +107,7 @@ def test_the_tables_name_what_exists(name):
 
 
 def test_the_tables_have_shares():
-    """A number, or ALL; of `check` and of `test` in the tables of shares, of `all` in the others."""
+    """A number, or ALL: two in the tables of `check` and `test`, one in those of `all`."""
     pairs = [*tiers.SHARES.values(), *tiers.INTERPRETED_SHARES.values()]
     assert all(isinstance(x, tuple) and len(x) == 2 for x in pairs)
     shares = [x for pair in pairs for x in pair]
