@@ -27,7 +27,11 @@ enum FaDtype {
   FA_BOOL = 4,
   FA_I8 = 5,    // this and the next two: k and v only, with scales
   FA_E4M3 = 6,  // float8_e4m3fn
-  FA_E5M2 = 7
+  FA_E5M2 = 7,
+  FA_I4 = 8     // k and v only, without scales: a row is blocks of 20 bytes, each for 32 columns.
+                // Bytes 0-15: column i in the lower half of byte i, column i + 16 in the upper.
+                // Bytes 16-17 and 18-19: a scale and a minimum in bfloat16. A number is
+                // its four bits, unsigned, times the scale, plus the minimum. Strides count bytes.
 };
 
 // A strided 4-D view (batch, head, row, column). Strides count elements; a
@@ -45,7 +49,8 @@ struct FaParams {
   struct FaTensor slopes;    // (B,H,1,1), same dtype as lse: ALiBi
   struct FaTensor sinks;     // (1,H,1,1), same dtype as lse: one more logit in the denominator
   struct FaTensor k_scale;   // (B,Hk,N,1) float32, for k and v in eight bits: each row times its
-  struct FaTensor v_scale;   // scale is rounded to q's dtype; in pages like k and v
+  struct FaTensor v_scale;   // scale is rounded to q's dtype, but not by the CPU's decoding; in
+                             // pages like k and v
   struct FaTensor lse;       // (B,H,M,2) float32, or float64 for float64 inputs: the LSE, and
                              // at stride[3] after it, what its rounding cut off
 

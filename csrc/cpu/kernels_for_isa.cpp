@@ -51,9 +51,10 @@ Plan make_plan(const Params& p, int64_t pass) {
 
 // With fewer than four rows on the same keys, tiles are so empty that they gain nothing, measured.
 // Splitting keys and values that are read once costs what vectors need for some ten or twenty rows,
-// counted in instructions; not measured.
+// counted in instructions; not measured. So does converting eight and four bits.
 bool decodes(const Params& p) {
-  const int64_t least = p.q.dtype == FA_BF16 ? 4 : p.q.dtype == FA_F16 ? 16 : 32;
+  const bool in_place = p.k.dtype == FA_BF16;
+  const int64_t least = in_place ? 4 : p.q.dtype == FA_F32 ? 32 : 16;
   return !p.row_invariant && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
 }
 #else
@@ -68,6 +69,29 @@ IndexerTasks indexer_tasks(const FaIndexer& p) {
   if (p.q.dtype == FA_BF16) return indexer_with<Bf16>(p);
 #endif
   return indexer_with<Plain<float>>(p);
+}
+
+// Decoding reads keys and values as they are stored. Numbers of eight and four bits are multiplied
+// in float32, except for float64 queries.
+template <class Few>
+Plan decode_plan(const Params& p) {
+  using Single = Plain<float>;
+  if constexpr (sizeof(typename Few::Real) == 4) switch (p.k.dtype) {
+      case FA_BF16:
+        if constexpr (Few::pair == 1) return Decode<Single, StoredBf16>::plan(p);
+        break;
+      case FA_F16:
+        return Decode<Single, StoredF16>::plan(p);
+      case FA_I8:
+        return Decode<Single, StoredByte<FA_I8>>::plan(p);
+      case FA_E4M3:
+        return Decode<Single, StoredByte<FA_E4M3>>::plan(p);
+      case FA_E5M2:
+        return Decode<Single, StoredByte<FA_E5M2>>::plan(p);
+      case FA_I4:
+        return Decode<Single, StoredInt4>::plan(p);
+    }
+  return Decode<Few>::plan(p);
 }
 
 // `Few` multiplies where lanes are columns: few_rows.h. Where that is another class than Mul, Few is
@@ -87,7 +111,7 @@ Plan plan_with(const Params& p, int64_t pass) {
     case FA_SECOND | kOtherScores:
       return Second<typename Mul::Real>::plan(p, other_scores || pass != FA_SECOND);
     case FA_FORWARD:
-      return FewRows<Few>::suit(p) ? Decode<Few>::plan(p) : Forward<Mul>::plan(p);
+      return FewRows<Few>::suit(p) ? decode_plan<Few>(p) : Forward<Mul>::plan(p);
     case FA_WEIGHTS:
       return Weights<Mul>::plan(p);
     case FA_BACKWARD:

@@ -1,5 +1,5 @@
 // Addresses of the rows of one batch item and head. Rows of keys and values may be in pages, and in
-// eight bits with a scale each. Reading a row converts it to a type that kernels compute with.
+// eight or four bits with scales. Reading a row converts it to a type that kernels compute with.
 #pragma once
 #include "plan.h"
 #include "quantised.h"
@@ -24,17 +24,22 @@ struct Plane {
   static constexpr bool one_block(int64_t, int64_t) { return true; }
 };
 // A plane of keys or values. It may be in pages, `apart` from each other, and may have scales: its
-// numbers of eight bits then stand for numbers of the dtype `kept`.
+// numbers of eight or four bits then stand for numbers of the dtype `kept`.
 struct KeyPlane : Plane {
   const int64_t* pages;
   int64_t page, apart, rows;
   Plane scale;
   int64_t scale_apart, kept;
-  FA_INLINE bool scaled() const { return scale.data; }
+  FA_INLINE bool scaled() const { return scale.data || dtype == FA_I4; }
   FA_INLINE int64_t at(int64_t r, int64_t c = 0) const {
     if (!pages) return Plane::at(r, c);
     const uint32_t n = uint32_t(r) / uint32_t(page);
     return Plane::at(r - n * page, c) + pages[n] * apart;
+  }
+  FA_INLINE int64_t scale_at(int64_t r) const {
+    if (!pages) return scale.at(r);
+    const uint32_t n = uint32_t(r) / uint32_t(page);
+    return scale.at(r - n * page) + pages[n] * scale_apart;
   }
   FA_INLINE bool one_block(int64_t r, int64_t count) const {
     return !pages || count == 0 || r / page == (r + count - 1) / page;
@@ -50,6 +55,7 @@ struct KeyPlane : Plane {
   [[gnu::noinline]] void read_scaled(int64_t r, int64_t count, int64_t c, int64_t columns, T* dst,
                                      int64_t ld) const {
     const int64_t as = kept;
+    if (dtype == FA_I4) return read_int4(r, count, c, columns, dst, ld);
     if (step != 1) return read_apart(r, count, c, columns, dst, ld);
     with_storage(dtype, [&](auto storage) {
       each_scaled(r, count, c, [&](const uint8_t* src, const uint8_t* later, float by) {
@@ -58,6 +64,20 @@ struct KeyPlane : Plane {
         dst += ld;
       });
     });
+  }
+  template <class T>
+  [[gnu::noinline]] void read_int4(int64_t r, int64_t count, int64_t c, int64_t columns, T* dst,
+                                   int64_t ld) const {
+    uint8_t bytes[Int4Block::bytes_of(FA_CPU_MAX_HEAD_DIM)];
+    for (int64_t x = 0; x < count; ++x, dst += ld) {
+      const uint8_t* row = static_cast<const uint8_t*>(data) + at(r + x);
+      if (step != 1) {
+        for (int64_t i = 0; i < Int4Block::bytes_of(c + columns + 31); ++i)
+          bytes[i] = row[i * step];
+        row = bytes;
+      }
+      dequantise_int4(row, c, columns, kept, dst);
+    }
   }
   template <class T>
   [[gnu::noinline]] void read_apart(int64_t r, int64_t count, int64_t c, int64_t columns, T* dst,
@@ -124,9 +144,8 @@ FA_INLINE void prefetch(const Plane& a, int64_t r, int64_t rows, int64_t columns
   }
 }
 
-FA_INLINE void prefetch(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {
+FA_INLINE void prefetch_rows(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {
   Plane row = a;
-  if (a.scaled()) return;  // its reader prefetches
   if (!a.pages) return prefetch(row, r, rows, columns);
   for (const int64_t end = std::min(r + rows, a.rows); r < end;) {  // there the table ends
     const int64_t here = std::min(end - r, a.page - uint32_t(r) % uint32_t(a.page));
@@ -134,6 +153,10 @@ FA_INLINE void prefetch(const KeyPlane& a, int64_t r, int64_t rows, int64_t colu
     prefetch(row, 0, here, columns);
     r += here;
   }
+}
+
+FA_INLINE void prefetch(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {
+  if (!a.scaled()) prefetch_rows(a, r, rows, columns);  // its reader prefetches
 }
 
 // Rows to be read later, prefetched a vector at a time along with those that are read now: all at
@@ -145,12 +168,13 @@ struct Later {
   FA_INLINE void ask(int64_t r, int64_t c) const {
     __builtin_prefetch(data + r * row + c * size, 0, 2);
   }
-  // Rows [r, r + rows) of A; if they are not at one distance, prefetches them at once.
+  // Rows [r, r + rows) of A, of `columns` items; if they are not at one distance, prefetches them
+  // at once.
   static FA_INLINE Later of(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {
     const int64_t size = item_size(a.dtype);
-    if (a.step == 1 && !a.scaled() && r + rows <= a.rows && a.one_block(r, rows))
+    if (a.step == 1 && r + rows <= a.rows && a.one_block(r, rows))
       return {static_cast<const char*>(a.data) + a.at(r) * size, a.row * size, size};
-    prefetch(a, r, std::min(rows, a.rows - r), columns);
+    prefetch_rows(a, r, std::min(rows, a.rows - r), columns);
     return {};
   }
 };

@@ -13,10 +13,12 @@
 namespace fa {
 namespace FA_ISA {
 
-template <class Mul>
+// `Stored` is the type of keys and values in memory.
+template <class Mul, class Stored = typename Mul::Element>
 struct Decode {
   using R = typename Mul::Real;
   using E = typename Mul::Element;
+  using S = Stored;
   using Op = Operand<Mul>;
   using T = Tile<R, 1>;
   using Few = FewRows<Mul>;
@@ -60,10 +62,12 @@ struct Decode {
   }
 
   struct Buffers {
-    E* q;            // [tiles][W][padded(D)]
-    R *out, *m, *l;  // [tiles][W][columns(Dv)], [tiles][W]: out not yet divided by l
-    R *s, *turned;   // [W][kTileKeys], [kTileKeys][W]
-    E *k, *v, *p;
+    E* q;                    // [tiles][W][padded(D)]
+    R *out, *m, *l;          // [tiles][W][columns(Dv)], [tiles][W]: out not yet divided by l
+    R *s, *turned;           // [W][kTileKeys], [kTileKeys][W]
+    S *k, *v;                // rows that are not read in place
+    R *k_scales, *v_scales;  // [kTileKeys]
+    E* p;
     ScoreScratch<R> score;
   };
   static size_t carve(const Params& p, char* base, Buffers& b) {
@@ -75,8 +79,10 @@ struct Decode {
     b.l = take.array<R>(rows);
     b.s = take.array<R>(keys * W);
     b.turned = take.array<R>(keys * W);
-    b.k = take.array<E>(keys * d);
-    b.v = take.array<E>(Sum::staged(keys, p.Dv));
+    b.k = take.array<S>(keys * d);
+    b.v = take.array<S>(Sum::staged(keys, p.Dv));
+    b.k_scales = take.array<R>(has_scales<S> ? keys : 0);
+    b.v_scales = take.array<R>(has_scales<S> ? keys : 0);
     b.p = take.array<E>(pair == 1 ? 0 : keys / pair * W);
     b.score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * W : 0);
     return take.used;
@@ -111,33 +117,65 @@ struct Decode {
     std::fill(buf.l + t * W, buf.l + (t + 1) * W, R(0));
   }
 
-  // A block of keys or values as products read it, kKeys rows at a time; if the block lies in one page,
-  // it is read in place. make(j, n, buffer of row j): rows j to j + n of the block.
+  // Rows of keys, and of values, as products read them: in place, or copied to `to`.
+  static Broadcast<S> keys_at(const Params& p, const KeyPlane& k, int64_t j, int64_t n, S* to) {
+    if constexpr (std::is_same_v<S, E>)
+      return Op::along(k, j, n, p.D, to);
+    else
+      return stored_at(k, j, n, stored_size<S>(p.D), stored_size<S>(p.D), to);
+  }
+  static Broadcast<S> values_at(const Params& p, const KeyPlane& v, int64_t j, int64_t n, S* to) {
+    if constexpr (std::is_same_v<S, E>)
+      return Sum::stage(v, j, n, p.Dv, to);
+    else
+      return stored_at(v, j, n, stored_size<S>(p.Dv), stored_size<S>(Sum::columns(p.Dv)), to);
+  }
+  static Broadcast<S> stored_at(const KeyPlane& a, int64_t j, int64_t n, int64_t size, int64_t ld,
+                                S* to) {
+    if (a.step == 1 && ld == size && a.one_block(j, n))
+      return {static_cast<const S*>(a.data) + a.at(j), a.row};
+    copy_stored(a, j, n, size, to, ld);
+    return {to, ld};
+  }
+  // A block of them, kKeys rows at a time; if the block lies in one page, it is read in place.
+  // make(j, n, buffer of row j): rows j to j + n of the block.
   struct Staged {
-    Broadcast<E> of[kTileKeys / kKeys];
+    Broadcast<S> of[kTileKeys / kKeys];
     template <class Make>
-    Staged(const KeyPlane& a, const Keys& keys, E* buf, int64_t row, Make make) {
+    Staged(const KeyPlane& a, const Keys& keys, S* buf, int64_t row, Make make) {
       const bool whole = a.one_block(keys.j0, keys.count);
-      const Broadcast<E> all = whole ? make(0, keys.count, buf) : Broadcast<E>{};
+      const Broadcast<S> all = whole ? make(0, keys.count, buf) : Broadcast<S>{};
       for (int64_t j = 0; j < keys.count; j += kKeys)
-        of[j / kKeys] = whole ? Broadcast<E>{all.data + j * all.stride, all.stride}
+        of[j / kKeys] = whole ? Broadcast<S>{all.data + j * all.stride, all.stride}
                               : make(j, std::min(kKeys, keys.count - j), buf + j * row);
     }
   };
+  // The scales of a block's rows, 0 past the last.
+  static void read_scales(const KeyPlane& a, const Keys& keys, R* to) {
+    const float* from = static_cast<const float*>(a.scale.data);
+    for (int64_t j = 0; j < keys.count; ++j) to[j] = from[a.scale_at(keys.j0 + j)] * S::factor;
+    std::fill(to + keys.count, to + round_up(keys.count, Few::kPadded), R(0));
+  }
+  static void multiply(int64_t keys, const R* by, R* row) {
+    for (int64_t j = 0; j < keys; j += W) store(row + j, Vec<R>(load(row + j) * load(by + j)));
+  }
 
   static void attend(const Params& p, const Lanes& lanes, int64_t t, const Keys& keys,
                      const Staged& k, const Staged& v, const Buffers& buf) {
     const int64_t dv = Sum::columns(p.Dv), hk = key_head(p, lanes.rows.h);
     const E* q = buf.q + t * W * Few::padded(p.D);
     R* out = buf.out + t * W * dv;
-    constexpr int64_t size = sizeof(E);
+    constexpr int64_t size = sizeof(S);
     for (int64_t j = 0; j < keys.count; j += kKeys) {
       const int64_t n = std::min(kKeys, keys.count - j);
-      const Broadcast<E> with = v.of[j / kKeys];
+      const Broadcast<S> with = v.of[j / kKeys];
       Later later;
       if (t == 0) later = {reinterpret_cast<const char*>(with.data), with.stride * size, size};
       Few::products(k.of[j / kKeys], n, p.D, q, lanes.count, R(p.scale), buf.s + j, later);
     }
+    if (has_scales<S>)
+      for (int64_t l = 0; l < lanes.count; ++l)
+        multiply(keys.count, buf.k_scales, buf.s + l * kTileKeys);
     if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
     for (int64_t l = 0; l < lanes.count; ++l) {
       const R rescale =
@@ -145,12 +183,15 @@ struct Decode {
       for (int64_t c = 0; c < dv; ++c) out[l * dv + c] *= rescale;
     }
     if (p.dropout_p > 0) dropout(p, lanes, keys, buf);
+    if (has_scales<S>)
+      for (int64_t l = 0; l < lanes.count; ++l)
+        multiply(keys.count, buf.v_scales, buf.s + l * kTileKeys);
     const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
     for (int64_t j = 0; j < keys.count; j += kKeys) {
       const int64_t n = std::min(kKeys, keys.count - j);
       Later later;
       if (t == 0 && goes_on(keys.end()))
-        later = Later::of(keys_of(p, lanes.rows.b, hk), keys.end() + j, kKeys, p.D);
+        later = Later::of(keys_of(p, lanes.rows.b, hk), keys.end() + j, kKeys, stored_size<S>(p.D));
       Sum::add(probabilities, j, v.of[j / kKeys], n, lanes.count, p.Dv, out, later);
     }
   }
@@ -194,12 +235,16 @@ struct Decode {
         const Keys visible{keys.j0, keys.count, classes_in(p, lanes.rows, keys)};
         if (hidden(visible.classes) || hidden_by_mod(p, lanes.rows, keys)) return;
         if (!k) {
-          k.emplace(key, keys, buf.k, Few::padded(p.D), [&](int64_t j, int64_t n, E* to) {
-            return Op::along(key, keys.j0 + j, n, p.D, to);
+          k.emplace(key, keys, buf.k, Few::padded(p.D), [&](int64_t j, int64_t n, S* to) {
+            return keys_at(p, key, keys.j0 + j, n, to);
           });
-          v.emplace(value, keys, buf.v, Sum::staged(1, p.Dv), [&](int64_t j, int64_t n, E* to) {
-            return Sum::stage(value, keys.j0 + j, n, p.Dv, to);
+          v.emplace(value, keys, buf.v, Sum::staged(1, p.Dv), [&](int64_t j, int64_t n, S* to) {
+            return values_at(p, value, keys.j0 + j, n, to);
           });
+          if constexpr (has_scales<S>) {
+            read_scales(key, keys, buf.k_scales);
+            read_scales(value, keys, buf.v_scales);
+          }
         }
         attend(p, lanes, t, visible, *k, *v, buf);
       });

@@ -7,6 +7,7 @@
 // (product.h and tile.h have lanes along the rows: most would be empty here.) A row of S or P has
 // room for kTileKeys keys.
 #pragma once
+#include "../base/stored.h"
 #include "../score/tile.h"
 
 namespace fa {
@@ -29,7 +30,8 @@ struct FewRows {
   static int64_t padded(int64_t columns) { return round_up(elements(columns), kLanes<E>); }
 
   // q is [rows][padded(columns)], with zeros at the end. `later` counts elements.
-  static void products(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
+  template <class S = E>
+  static void products(Broadcast<S> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
                        R factor, R* s, Later later = {}) {
     constexpr int many = W >= 4 ? 4 : 1;
     int64_t r = 0;
@@ -73,30 +75,41 @@ struct FewRows {
 #else
   static constexpr int64_t kKeys = W;
 #endif
-  template <int ROWS>
-  static void products_of(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, R factor, R* s,
+  template <int ROWS, class S>
+  static void products_of(Broadcast<S> k, int64_t keys, int64_t columns, const E* q, R factor, R* s,
                           const Later& later) {
-    constexpr int KEYS = kKeys / ROWS;
+    constexpr int KEYS = kKeys / ROWS, UNITS = kVectorsAtOnce<S>;
+    constexpr int share = std::min(kStepsOfLine<S>, KEYS);  // prefetches each line once
+    constexpr int64_t step = UNITS * kLanes<E>;
     const int64_t n = elements(columns), ldq = padded(columns);
-    const int64_t whole = n / kLanes<E> * kLanes<E>;
+    const int64_t whole = n / step * step;
     for (int64_t j = 0; j < keys; j += KEYS) {
-      const E* key[KEYS];
+      const S* key[KEYS];
       for (int x = 0; x < KEYS; ++x) key[x] = k.data + std::min(j + x, keys - 1) * k.stride;
       Vec<R> sum[kKeys] = {};
-      const auto add = [&](int64_t c, auto read) {
-        Vec<E> y[ROWS];
+      const auto add = [&](int64_t c, auto units, auto read) {
+        Vec<E> x[units], y[ROWS][units];
+        const int64_t turn = c / step % share;
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r) y[r] = load(q + r * ldq + c);
+        for (int r = 0; r < ROWS; ++r)
+          for (int u = 0; u < units; ++u) y[r][u] = load(q + r * ldq + c + u * kLanes<E>);
 #pragma GCC unroll 16
-        for (int x = 0; x < KEYS; ++x) {
-          const Vec<E> e = read(key[x] + c);
-          later.ask(j + x, c);
+        for (int i = 0; i < KEYS; ++i) {
+          read(key[i], c, x);
+          if (i % share == 0) later.ask(j + i + turn, stored_size<S>(c - turn * step));
 #pragma GCC unroll 4
-          for (int r = 0; r < ROWS; ++r) sum[r * KEYS + x] = Mul::fma(sum[r * KEYS + x], e, y[r]);
+          for (int r = 0; r < ROWS; ++r)
+            for (int u = 0; u < units; ++u)
+              sum[r * KEYS + i] = Mul::fma(sum[r * KEYS + i], x[u], y[r][u]);
         }
       };
-      for (int64_t c = 0; c < whole; c += kLanes<E>) add(c, [](const E* at) { return load(at); });
-      if (whole < n) add(whole, [&](const E* at) { return load_some(at, n - whole); });
+      int64_t c = 0;
+      for (; c < whole; c += step)
+        add(c, std::integral_constant<int, UNITS>{},
+            [](const S* row, int64_t at, auto& to) { numbers(row, at, to); });
+      if (c < n)
+        add(c, std::integral_constant<int, 1>{},
+            [&](const S* row, int64_t at, auto& to) { last_numbers(row, at, n - at, to); });
       Vec<R> sums[kKeys / W];
 #pragma GCC unroll 16
       for (int x = 0; x < kKeys / W; ++x) sums[x] = sum_lanes<R>(sum + x * W) * factor;
@@ -147,18 +160,22 @@ struct WeightedSum {
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv); }
   static const R* operand(const R* p, int64_t, R*) { return p; }
   // `rows` rows and NV vectors of columns from c on.
-  template <int ROWS, int NV>
-  static FA_INLINE void block(const R* p, Broadcast<R> v, int64_t keys, int64_t c, R* out,
+  template <int ROWS, int NV, class S>
+  static FA_INLINE void block(const R* p, Broadcast<S> v, int64_t keys, int64_t c, R* out,
                               int64_t ldo, const Later& later) {
     constexpr int64_t W = kLanes<R>;
-    Vec<R> acc[ROWS][NV] = {};
+    c = c / (NV * W) * (NV * W);  // tells the compiler where c is in a block of StoredInt4
+    constexpr int UNITS = std::min(NV, kVectorsAtOnce<S>);
+    Vec<R> acc[ROWS][NV] = {}, y[UNITS];
     for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 8
-      for (int g = 0; g < NV; ++g) {
-        const Vec<R> y = load(v.data + j * v.stride + c + W * g);
-        later.ask(j, c + W * g);
+      for (int g = 0; g < NV; g += UNITS) {
+        numbers(v.data + j * v.stride, c + W * g, y);
+        if (g % (kStepsOfLine<S> * UNITS) == 0) later.ask(j, stored_size<S>(c + W * g));
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r) acc[r][g] = Mul::fma(acc[r][g], p + r * kTileKeys + j, y);
+        for (int r = 0; r < ROWS; ++r)
+          for (int u = 0; u < UNITS; ++u)
+            acc[r][g + u] = Mul::fma(acc[r][g + u], p + r * kTileKeys + j, y[u]);
       }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
@@ -168,8 +185,8 @@ struct WeightedSum {
         store(at, Vec<R>(load(at) + acc[r][g]));
       }
   }
-  template <int ROWS, int NV>
-  static void rows(const R* p, Broadcast<R> v, int64_t keys, int64_t ldo, R* out,
+  template <int ROWS, int NV, class S>
+  static void rows(const R* p, Broadcast<S> v, int64_t keys, int64_t ldo, R* out,
                    const Later& later, int64_t c = 0) {
     constexpr int64_t step = NV * kLanes<R>;
     for (; c + step <= ldo; c += step) block<ROWS, NV>(p, v, keys, c, out, ldo, later);
@@ -177,7 +194,8 @@ struct WeightedSum {
       if (c < ldo) rows<ROWS, NV / 2>(p, v, keys, ldo, out, later, c);
   }
   // `later` counts columns.
-  static FA_INLINE void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t count,
+  template <class S = R>
+  static FA_INLINE void add(const R* p, int64_t j, Broadcast<S> v, int64_t keys, int64_t count,
                             int64_t Dv, R* out, Later later = {}) {
 #if defined(__AVX512F__) || defined(__aarch64__)
     constexpr int many = sizeof(R) == 4 ? 4 : 2;  // vectors, as registers allow for four rows
