@@ -28,10 +28,11 @@ enum FaDtype {
   FA_I8 = 5,    // this and the next two: k and v only, with scales
   FA_E4M3 = 6,  // float8_e4m3fn
   FA_E5M2 = 7,
-  FA_I4 = 8     // k and v only, without scales: a row is blocks of 20 bytes, each for 32 columns.
-                // Bytes 0-15: column i in the lower half of byte i, column i + 16 in the upper.
-                // Bytes 16-17 and 18-19: a scale and a minimum in bfloat16. A number is
-                // its four bits, unsigned, times the scale, plus the minimum. Strides count bytes.
+  // k and v only, in bytes: a row of D numbers is D / 32 blocks of 20 bytes, for 32 columns each.
+  // Byte i < 16 has column i in its low four bits and column i + 16 in its high ones. Then come
+  // scale and minimum in bfloat16: the value of a number n is n * scale + minimum.
+  // Strides count bytes.
+  FA_I4 = 8
 };
 
 // A strided 4-D view (batch, head, row, column). Strides count elements; a

@@ -19,13 +19,15 @@ from .backends.per_sequence import longest
 from .backends.triton_support.runtime import unavailable as triton_unavailable
 from .call.argument_hints import unknown_argument
 from .call.changed import changed
+from .call.int4 import INT4
+from .call.need import need_dense
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
 from .call.place import EVERYTHING, NUMBERS, Place
 from .call.quantisation import STORAGE
 from .call.qv import joined
 from .call.scalars import alignment, real, whole
 from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors, acc_dtype
-from .call.validation import check, check_lse, counts, need_dense
+from .call.validation import check, check_lse, counts
 from .dispatch import (
     context_parallel,
     library_ops,  # noqa: F401  registers the operators that `dispatcher` dispatches to
@@ -332,9 +334,12 @@ def attention_packed(
         k_scale: The scales of the rows of k, if k is stored in eight bits. A row's values are its
             numbers times its scale, computed in float32 (float64 for float64) and rounded to q's
             dtype; on a CPU the result has the bits of a call on rows stored that way. Kernels widen
-            rows as they read them. There is no gradient.
+            rows as they read them. There is no gradient. Rows in four bits, as `KVCache` has them
+            with storage="int4", have no k_scale: 32 numbers are 16 bytes, then their scale and
+            their minimum in bfloat16. Values are number * scale + minimum in float32 (float64 for
+            float64), which kernels may round to q's dtype. There is no gradient, either.
         v_scale: The same for v.
-        qv: More queries, of the values, as in `attention`; not of rows in eight bits.
+        qv: More queries, of the values, as in `attention`; not of rows in eight or four bits.
         return_lse: If True, also return the LSE.
         **arguments: Those of `attention`. "bottom_right" aligns the last row of each sequence with
             its last key. Dropout draws for sequence b what it draws for item b of a batch.
@@ -344,7 +349,7 @@ def attention_packed(
     Shape:
         q: (T, H, D), T rows of all sequences.
         k: (S, Hk, D), or (P, page, Hk, D) with block_table: P pages. q's dtype; torch.int8,
-            float8_e4m3fn or float8_e5m2 with k_scale.
+            float8_e4m3fn or float8_e5m2 with k_scale. In four bits torch.uint8, D / 32 * 20 for D.
         v: (S, Hk, Dv), or (P, page, Hk, Dv).
         cu_q: (B + 1,), int32 or int64, on q's device.
         cu_k: As cu_q.
@@ -383,6 +388,8 @@ def attention_packed(
     if qv is not None:
         if k_scale is not None or v_scale is not None:
             raise NotImplementedError("qv: got keys or values in eight bits, expected no scales")
+        if isinstance(k, Tensor) and k.dtype == INT4:
+            raise NotImplementedError(f"qv: got keys in four bits ({INT4}), expected q's dtype")
         q, k = joined(q, k, v, qv)
     if is_overridden(q, k, v) and not is_compiling():
         own = {"block_table": block_table, "max_q": max_q, "max_k": max_k}

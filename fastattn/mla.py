@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .api import attention
+from .call.int4 import columns
 from .kv_cache.cache import KVCache
 
 __all__ = ["Weights", "decode", "join", "keys", "prefill", "split"]
@@ -281,8 +282,8 @@ def _checked(q: Tensor, q_rotated: Tensor, keys: Tensor | KVCache, weights: Weig
         raise ValueError(f"q_rotated: got {got}, expected {expected}, as q has")
     wide = latent + q_rotated.shape[3]
     if isinstance(keys, KVCache):
-        _, _, Hk, D = keys.k_pages.shape
-        if (Hk, D, keys.v_pages.shape[3]) != (1, wide, latent):
+        sizes = keys.k_pages.shape[2], columns(keys.k_pages), columns(keys.v_pages)
+        if sizes != (1, wide, latent):
             raise ValueError(
                 f"keys: got {keys}, expected KVCache(batch, 1, {wide}, latent={latent}, ...)"
             )

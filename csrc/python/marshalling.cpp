@@ -44,7 +44,8 @@ PyObject *tensor_type, *parameter_type, *is_neg;
 
 // FaDtype, or -1 for what kernels do not read.
 int64_t dtype_of(const DLTensor& x) {
-  enum { kInt = 0, kFloat = 2, kBfloat = 4, kBool = 6, kE4m3 = 10, kE5m2 = 12 };  // DLDataTypeCode
+  // DLDataTypeCode
+  enum { kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6, kE4m3 = 10, kE5m2 = 12 };
   if (x.lanes != 1) return -1;
   switch (x.code << 8 | x.bits) {
     case kFloat << 8 | 32:
@@ -59,6 +60,8 @@ int64_t dtype_of(const DLTensor& x) {
       return FA_BOOL;
     case kInt << 8 | 8:
       return FA_I8;
+    case kUint << 8 | 8:
+      return FA_I4;
     case kE4m3 << 8 | 8:
       return FA_E4M3;
     case kE5m2 << 8 | 8:

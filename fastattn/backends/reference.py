@@ -42,7 +42,12 @@ class Reference:
         dtypes=frozenset(DTYPES),
         max_head_dim=None,
         features=(
-            COMMON_FEATURES | OF_TENSORS | Feature.TANGENTS | Feature.UNROUNDED | Feature.PAGED_GRAD
+            COMMON_FEATURES
+            | OF_TENSORS
+            | Feature.TANGENTS
+            | Feature.UNROUNDED
+            | Feature.PAGED_GRAD
+            | Feature.INT4
         ),
     )
 
@@ -418,8 +423,7 @@ def _as_inputs(
 
 def _forward_packed(run: Reference, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
     check_values(spec, t)
-    v = t.given("v")
-    out = empty_dense(t.q, (*t.q.shape[:3], v.shape[3]), spec.dtype, spec.out_order)
+    out = empty_dense(t.q, (*t.q.shape[:3], spec.Dv), spec.dtype, spec.out_order)
     normaliser = t.q.new_empty((2, *t.q.shape[:3]), dtype=spec.acc_dtype)
     for one in sequences(spec, t):
         out[:, :, one.rows], normaliser[..., one.rows] = run.forward(one.spec, one.t)

@@ -1,4 +1,5 @@
 """Rows in eight bits: a row (one token's head vector) is int8 or float8 numbers times a scale.
+`int4` has rows in four bits.
 
 Quantisation is symmetric, with one float32 scale per row. The scale maps the row's largest absolute
 value to the largest number of the storage dtype. The value of a row is its numbers times its scale,
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .int4 import INT4, dequantised_int4
 from .spec import acc_dtype
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -40,7 +42,10 @@ def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantised(x: Any, scale: Tensor | None, dtype: torch.dtype) -> Any:
-    """The values of rows (..., D) with scales (...). Without scales, x itself; it may be None."""
+    """The values of rows x (..., D) with scales (...), in `dtype`; of rows in four bits, in
+    acc_dtype(dtype). x itself if it is neither, or None."""
+    if x is not None and x.dtype == INT4:
+        return dequantised_int4(x, acc_dtype(dtype))
     if scale is None:
         return x
     return (x.to(acc_dtype(dtype)) * scale[..., None]).to(dtype)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 import torch
 from torch import Tensor
 
+from .int4 import INT4, columns
 from .place import Place
 
 UNLIMITED = 1 << 40  # a band edge that no sequence reaches
@@ -47,6 +48,7 @@ class Feature(enum.Flag):
     PAGED_GRAD = enum.auto()  # backward through pages
     INVARIANT = enum.auto()  # a row's bits do not depend on how many rows the call has
     QUANTISED = enum.auto()  # keys and values in eight bits, a scale for each row
+    INT4 = enum.auto()  # keys and values in four bits, scales within each row
     TANGENTS = enum.auto()  # the passes of forward mode and of second derivatives
     UNROUNDED = enum.auto()  # results for 16-bit inputs in the dtype of the sums
     SCORE_MOD = enum.auto()  # functions of the score, its row and its key, as programs
@@ -69,6 +71,7 @@ MEANING = {  # the rows of the support table, for readers
     Feature.PAGED_GRAD: "backward with block_table, and of attention_selected",
     Feature.INVARIANT: "row_invariant: decoding has the bits of the whole",
     Feature.QUANTISED: "k_scale, v_scale: keys and values of int8 or float8, without gradient",
+    Feature.INT4: "keys and values in four bits (torch.uint8 rows), without gradient",
     Feature.TANGENTS: "forward mode (jvp) and second derivatives",
     Feature.UNROUNDED: "parts of a ring: 16 bits in, float32 out",
     Feature.SCORE_MOD: "score_mod, mask_mod: functions on each score",
@@ -95,10 +98,10 @@ class Argument(NamedTuple):
         tensor has the rows or keys of all sequences, T or S, in place of M or N, and 1 for B. Keys
         and values in pages have the number of pages for B, and the rows of a page for N. Bk and Nk
         are k's sizes for B and N.
-    dtype: "q", that of q; "kv", that of q or, with scales, one of quantisation.STORAGE; "mask",
-        that of q, bool or float32; "floating", any, which kernels get as `acc_dtype`; "acc",
-        float32, or float64 for float64 inputs; "float32"; "integer", int32 or int64; "int64";
-        "int8".
+    dtype: "q", that of q; "kv", that of q or, with scales, one of quantisation.STORAGE, or
+        int4.INT4, with `int4.row_bytes` for D; "mask", that of q, bool or float32; "floating", any,
+        which kernels get as `acc_dtype`; "acc", float32, or float64 for float64 inputs; "float32";
+        "integer", int32 or int64; "int64"; "int8".
     passed_as: how it is passed to kernels behind csrc/abi.h: a key of `marshalling.PASSED_AS`.
     """
 
@@ -287,7 +290,7 @@ def result_letters(name: str, o: Options) -> list[str]:
 def result_shape(name: str, t: Tensors, o: Options) -> tuple[int, ...]:
     """The shape of one of `RESULTS` in this call; of packed tensors, the shape in memory."""
     (B, H, M, _), N = t.q.shape, t.k.shape[2]
-    sizes = {"2": 2, "B": B, "H": H, "M": M, "N": N, "Dv": 0 if t.v is None else t.v.shape[3]}
+    sizes = {"2": 2, "B": B, "H": H, "M": M, "N": N, "Dv": 0 if t.v is None else columns(t.v)}
     return tuple(sizes[letter] for letter in result_letters(name, o))
 
 
@@ -362,7 +365,7 @@ class AttentionSpec:
     score_mod: str = ""
     floats: int = 0  # the numbers of elements of captured_floats and captured_ints
     ints: int = 0
-    storage: torch.dtype | None = None  # the dtype of k and v, if they have scales
+    storage: torch.dtype | None = None  # the dtype of k and v, if it is not that of q
 
     def __hash__(self) -> int:  # specs are long-lived keys: hash once
         return self._hash
@@ -398,6 +401,7 @@ class AttentionSpec:
             Feature.INVARIANT: self.row_invariant,
             Feature.UNROUNDED: self.acc_dtype_out,
             Feature.SCORE_MOD: bool(self.score_mod),
+            Feature.INT4: self.storage == INT4,
             Feature.PLACE: any(getattr(self, name) for name in (*PLACED, *DROPOUT_PERIODS)),
         }
         by_tensors = (ARGUMENTS[name].feature for name in self.given)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .validation import need, need_dense
+from .need import need, need_dense
 
 
 def need_like(name: str, x_t: Tensor, x: Tensor, *about: str) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .int4 import INT4, columns
+from .need import need, need_dense, shape_of
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
 from .spec import (
@@ -30,6 +32,7 @@ from .spec import (
     result_letters,
     result_shape,
 )
+from .storage_rules import check_int4_rows, check_storage
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNMENTS = ("", "top_left", "bottom_right")
@@ -48,7 +51,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         M=M,
         N=N,
         D=D,
-        Dv=0 if t.v is None else t.v.shape[3],
+        Dv=0 if t.v is None else columns(t.v),
         dtype=t.q.dtype,
         device=t.q.device.type,
         scale=float(o.scale) if o.scale is not None else 1 / math.sqrt(D) if D else 1.0,
@@ -84,7 +87,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         score_mod=o.score_mod,
         floats=0 if t.captured_floats is None else t.captured_floats.shape[0],
         ints=0 if t.captured_ints is None else t.captured_ints.shape[0],
-        storage=None if t.k_scale is None else t.k.dtype,
+        storage=None if t.k.dtype == t.q.dtype else t.k.dtype,
     )
 
 
@@ -99,9 +102,10 @@ def check(t: Tensors, o: Options) -> None:
     """Raise ValueError or TypeError, saying got / expected, for anything that breaks a rule."""
     for name, argument, x in _present(t):
         _type(argument, x, optional=name in Tensors._field_defaults)
-    _scales(t)
+    check_storage(t)
     for _, argument, x in _present(t):
-        _dtype(argument, x, t.q.dtype, t.k_scale is not None)
+        if argument.dtype != "kv" or t.k.dtype != INT4:
+            _dtype(argument, x, t.q.dtype, t.k_scale is not None)
         expected = f"{t.q.device}, as q has"
         need(x.device == t.q.device, f"{argument.name}.device", x.device, expected)
     sizes = _layout(t) | _packed(t, o)
@@ -123,27 +127,6 @@ def check(t: Tensors, o: Options) -> None:
     need(o.dropout_p == 0 or t.seed is not None, "seed", None, "a tensor, because dropout_p > 0")
 
 
-def need(ok: bool, name: str, got: object, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}: got {got}, expected {expected}")
-
-
-def need_dense(name: str, x: Tensor) -> None:
-    """Raise TypeError for nested, sparse and other tensors that strides do not describe."""
-    if x.is_nested and x.layout == torch.jagged:
-        raise TypeError(
-            f"{name}: got a jagged tensor, expected a dense one: scaled_dot_product_attention and "
-            "MultiheadAttention take it, attention_packed its values() and offsets()"
-        )
-    if x.is_nested:
-        raise TypeError(
-            f"{name}: got a nested tensor, expected a dense one: torch.nested.to_padded_tensor "
-            "makes it, and key_lengths tells where each item ends"
-        )
-    if x.layout != torch.strided:
-        raise TypeError(f"{name}: got a {x.layout} tensor, expected a dense one: use to_dense()")
-
-
 def need_memory(t: Tensors) -> None:
     """Raise ValueError for a tensor without storage, as `storage.resize_(0)` leaves it."""
     for _, argument, x in _present(t):
@@ -163,17 +146,6 @@ def _type(argument: Argument, x: object, optional: bool) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected {kind}")
     need_dense(name, x)
-
-
-def _scales(t: Tensors) -> None:
-    """k_scale and v_scale must come together, with k and v of the same dtype."""
-    given = [name for name in ("k_scale", "v_scale") if getattr(t, name) is not None]
-    if not given:
-        return
-    need(len(given) == 2, "k_scale and v_scale", f"{given[0]} alone", "both, or neither")
-    need(t.cu_q is not None, "k_scale", "a tensor", "None, because cu_q is None")
-    if t.v is not None:
-        need(t.v.dtype == t.k.dtype, "v.dtype", t.v.dtype, f"{t.k.dtype}, as k has")
 
 
 def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> None:
@@ -206,31 +178,30 @@ def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> No
     need(ok, f"{argument.name}.dtype", x.dtype, expected)
 
 
-def _shape(x: Tensor) -> str:
-    return f"shape {tuple(x.shape)}"
-
-
 def _layout(t: Tensors) -> dict[str, int]:
     """The sizes that the letters of shapes stand for, from q, k and v."""
     q, k, v = t[:3]
     for name, x in zip("qkv", t[:3]):
         if x is not None:
             axes = ", ".join(ARGUMENTS[name].shapes[0].split())
-            need(x.ndim == 4, name, _shape(x), f"4 dimensions ({axes})")
+            need(x.ndim == 4, name, shape_of(x), f"4 dimensions ({axes})")
     B, H, M, D = q.shape
     _, Hk, N, _ = k.shape
     if t.block_table is None:
-        need(k.shape[0] == B, "k", _shape(k), f"batch size {B}, as q has")
-    need(k.shape[3] == D, "k", _shape(k), f"head dim {D}, as q has")
+        need(k.shape[0] == B, "k", shape_of(k), f"batch size {B}, as q has")
+    if k.dtype == INT4:
+        check_int4_rows(q, k, v)
+    else:
+        need(k.shape[3] == D, "k", shape_of(k), f"head dim {D}, as q has")
     divides = H % Hk == 0 if Hk else H == 0
     need(divides, "k", f"{Hk} heads", f"a divisor of q's {H} heads")
     if v is not None:
         if t.block_table is None:
-            need(v.shape[0] == B, "v", _shape(v), f"batch size {B}, as q has")
+            need(v.shape[0] == B, "v", shape_of(v), f"batch size {B}, as q has")
         else:
-            need(v.shape[0] == k.shape[0], "v", _shape(v), f"{k.shape[0]} pages, as k has")
-        need(v.shape[1] == Hk, "v", _shape(v), f"{Hk} heads, as k has")
-        need(v.shape[2] == N, "v", _shape(v), f"{N} rows, as k has")
+            need(v.shape[0] == k.shape[0], "v", shape_of(v), f"{k.shape[0]} pages, as k has")
+        need(v.shape[1] == Hk, "v", shape_of(v), f"{Hk} heads, as k has")
+        need(v.shape[2] == N, "v", shape_of(v), f"{N} rows, as k has")
     return {"2": 2, "B": B, "H": H, "M": M, "N": N, "Bk": k.shape[0], "Hk": Hk, "Nk": N}
 
 
@@ -248,11 +219,11 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
     )
     for name, x in (("cu_q", t.cu_q), ("cu_k", t.cu_k)):
         fits = x is None or (x.ndim == 1 and x.shape[0] > 0)
-        need(fits, name, x is not None and _shape(x), "(B + 1,) offsets, one or more")
+        need(fits, name, x is not None and shape_of(x), "(B + 1,) offsets, one or more")
     for name, most in (("max_q", o.max_q), ("max_k", o.max_k)):
         fits = most is not None and _counted(most)
         need(fits, name, most, f"a number in [0, {INT32_MAX}]")
-    need(t.q.shape[0] == 1, "q", _shape(t.q), "batch size 1 of what is packed")
+    need(t.q.shape[0] == 1, "q", shape_of(t.q), "batch size 1 of what is packed")
     for name, rows, cu in (("cu_q", t.q.shape[2], t.cu_q), ("cu_k", t.k.shape[2], t.cu_k)):
         told = cu is None or cu.shape[0] > 1 or rows == 0
         need(told, name, "(1,) offsets, of no sequence", f"those of {rows} rows, or keys")
@@ -265,10 +236,11 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
     sizes = {"B": B, "B+1": B + 1, "M": M, "N": N}
     if t.block_table is None:
         return sizes
-    need(t.block_table.ndim == 2, "block_table", _shape(t.block_table), "2 dimensions (B, blocks)")
-    need(0 < t.k.shape[2] <= INT32_MAX, "k", _shape(t.k), f"pages of 1 to {INT32_MAX} keys")
+    table = t.block_table
+    need(table.ndim == 2, "block_table", shape_of(table), "2 dimensions (B, blocks)")
+    need(0 < t.k.shape[2] <= INT32_MAX, "k", shape_of(t.k), f"pages of 1 to {INT32_MAX} keys")
     need(t.key_lengths is not None, "key_lengths", None, "how many keys each sequence has in pages")
-    return sizes | {"blocks": t.block_table.shape[1]}
+    return sizes | {"blocks": table.shape[1]}
 
 
 def _of_score_mod(t: Tensors, o: Options, sizes: dict[str, int]) -> dict[str, int]:
@@ -280,7 +252,7 @@ def _of_score_mod(t: Tensors, o: Options, sizes: dict[str, int]) -> dict[str, in
     captured = {"floats": t.captured_floats, "ints": t.captured_ints}
     for letter, x in captured.items():
         if x is not None:
-            need(x.ndim == 1, f"captured_{letter}", _shape(x), "one dimension")
+            need(x.ndim == 1, f"captured_{letter}", shape_of(x), "one dimension")
             found[letter] = x.shape[0]
     given = t.mask_blocks is not None or any(x is not None for x in captured.values())
     need(bool(o.score_mod) or not given, "score_mod", repr(""), "programs, beside captured tensors")
@@ -293,18 +265,18 @@ def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
     name = argument.name
     shapes = [tuple(sizes[letter] for letter in shape.split()) for shape in argument.shapes]
     if argument.shapes == ("",):
-        return need(x.numel() == 1, name, _shape(x), "one element")
+        return need(x.numel() == 1, name, shape_of(x), "one element")
     if argument.broadcast:
         (full,) = shapes
         fits = x.ndim <= len(full) and all(
             m == 1 or m == n for m, n in zip(reversed(x.shape), reversed(full))
         )
         letters = ", ".join(argument.shapes[0].split())
-        return need(fits, name, _shape(x), f"a shape that broadcasts to ({letters}) = {full}")
+        return need(fits, name, shape_of(x), f"a shape that broadcasts to ({letters}) = {full}")
     if not any(x.ndim == len(s) and all(m == n for m, n in zip(x.shape, s)) for s in shapes):
         texts = (f"({', '.join(x.split())}{',' * (' ' not in x)})" for x in argument.shapes)
         expected = " or ".join(f"{a} = {b}" for a, b in zip(texts, shapes))
-        need(False, name, _shape(x), expected)
+        need(False, name, shape_of(x), expected)
 
 
 INT32_MAX = 2**31 - 1  # kernels count rows and keys in 32 bits
@@ -342,7 +314,7 @@ def check_results(
         if x is None:
             continue
         shape, letters = result_shape(name, t, o), ", ".join(result_letters(name, o))
-        need(x.shape == shape, what + name, _shape(x), f"({letters}) = {shape}")
+        need(x.shape == shape, what + name, shape_of(x), f"({letters}) = {shape}")
         dtype = exact if name in ("normaliser", "lse") else stored
         rounded = bool(what) and dtype == stored and x.dtype == t.q.dtype  # kernels take both
         need(x.dtype == dtype or rounded, f"{what}{name}.dtype", x.dtype, str(dtype))
@@ -364,7 +336,7 @@ def check_lse(q: object, lse: object) -> None:
     B, H, M, _ = q.shape  # one by one, which compilers with symbolic sizes can compare
     fits = lse.ndim == 3 and lse.shape[0] == B and lse.shape[1] == H and lse.shape[2] == M
     if not fits:
-        need(False, "lse", _shape(lse), f"(B, H, M) = {(B, H, M)}")
+        need(False, "lse", shape_of(lse), f"(B, H, M) = {(B, H, M)}")
 
 
 def _scalars(o: Options, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
 
+from ..call.int4 import columns
 from ..call.spec import DIFFERENTIABLE, INDEX
 
 COUNTER = "torch.utils.flop_counter"
@@ -22,7 +23,7 @@ PACKED = ("cu_q", "cu_k", "key_lengths")
 def forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Two products of 2 B H M N D flops each, as torch counts its own attention."""
     k, v = args[1:3]
-    return 2 * _scores(args) * (k.shape[3] + (v.shape[3] if v is not None else 0))
+    return 2 * _scores(args) * (columns(k) + (columns(v) if v is not None else 0))
 
 
 def backward(n: int, *args: Any, out_val: Any = None, **kwargs: Any) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..backends.base import Backend, WithTangents, choose, empty_dense, why_not
 from ..backends.native.marshalling import Kind
+from ..call.int4 import INT4, columns
 from ..call.spec import (
     ARGUMENTS,
     DIFFERENTIABLE,
@@ -221,8 +222,9 @@ def need_tangents(op: Operation) -> None:
 
 def _need_gradient(spec: AttentionSpec) -> None:
     if spec.storage is not None:
+        how = "four bits a number" if spec.storage == INT4 else "k_scale, v_scale"
         raise NotImplementedError(
-            f"attention over keys and values of {spec.storage} (k_scale, v_scale) has no gradient: "
+            f"attention over keys and values of {spec.storage} ({how}) has no gradient: "
             f"to train, give them in {spec.dtype}"
         )
 
@@ -260,7 +262,7 @@ def _empty(result: str, t: Tensors, o: Options, dtype: torch.dtype) -> Tensor:
 
 def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
     assert t.v is not None
-    shape = *t.q.shape[:3], t.v.shape[3]
+    shape = *t.q.shape[:3], columns(t.v)
     out = empty_dense(t.q, shape, o.stored(t.q.dtype), o.out_order)
     return out, _empty("normaliser", t, o, acc_dtype(t.q.dtype))
 

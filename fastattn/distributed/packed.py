@@ -20,10 +20,11 @@ from ..api import Arguments, draw_seed, prepare, resolved, with_arguments
 from ..backends.base import choose
 from ..backends.per_sequence import longest
 from ..backends.value_checks import check_values
+from ..call.need import need
 from ..call.packed_layout import heads_first, rows_first
 from ..call.place import EVERYTHING
 from ..call.spec import ARGUMENTS
-from ..call.validation import check, describe, need
+from ..call.validation import check, describe
 from ..dispatch.library_ops import opaque_to_dynamo
 from . import layout
 from .consistency import NO_ROWS, NOTHING, Own, Team, agree, facts_of, need_team, told

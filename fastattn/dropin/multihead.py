@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import api
-from ..call.validation import need_dense
+from ..call.need import need_dense
 from ..dispatch import torch_function
 from ..module_types import AsForward
 from . import nested, nested_heads

@@ -14,8 +14,8 @@ import torch
 from torch import Size, SymFloat, SymInt, Tensor, broadcast_shapes
 
 from ..api import attend, autocast, may_autocast
+from ..call.need import need_dense
 from ..call.spec import TOKENS
-from ..call.validation import need_dense
 from ..dispatch.torch_function import handle, is_compiling, is_overridden
 from ..require_torch import TORCH_VERSION
 from . import nested

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..nn.positions import rotate
-from .checks import in_their_names, need_integers, need_shape, within
+from .checks import in_their_names, need_integers, need_shape, refuse_int4, within
 from .translation import Arguments, changed, dense, packed
 
 
@@ -43,6 +43,8 @@ class Cache(NamedTuple):
                     raise ValueError(f"cache{name}: got it beside block_table, expected only one")
         need_shape("k_cache", k_cache, (*lie, "heads", "head_dim"))
         need_shape("v_cache", v_cache, (*k_cache.shape[:3], "head_dim"))
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            refuse_int4(name, x)
         table, is_plain = block_table, False
         if cache_batch_idx is not None:
             need_integers("cache_batch_idx", cache_batch_idx, (batch,))

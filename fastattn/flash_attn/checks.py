@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..call.int4 import INT4
+
 _THEIRS = {
     "scale": "softmax_scale",
     "window": "window_size",
@@ -41,6 +43,15 @@ def need_shape(name: str, x: Tensor, axes: Axes) -> None:
         raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor {_told(axes)}")
     if not _fits(x, axes):
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {_told(axes)}")
+
+
+def refuse_int4(name: str, x: Tensor) -> None:
+    """Raise for keys and values in four bits, which flash-attn does not have."""
+    if x.dtype == INT4:
+        raise ValueError(
+            f"{name}.dtype: got {INT4}, expected q's dtype: rows in four bits are those of "
+            "fastattn.attention_packed and fastattn.KVCache"
+        )
 
 
 def need_integers(name: str, x: Tensor, axes: Axes) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..api import attention, attention_packed, attention_weights, draw_seed
 from ..call.place import Place
-from .checks import need_shape, within
+from .checks import need_shape, refuse_int4, within
 
 Arguments = dict[str, Any]  # keyword arguments of `fastattn.attention`
 Pages = tuple[Tensor, Tensor]  # a table (B,pages), and how many keys each sequence has there (B,)
@@ -89,6 +89,7 @@ def packed(
     lie = ("blocks", "page") if isinstance(where, tuple) else ("total",)
     for name, x in (("k", k), ("v", v)):
         need_shape(name, x, (*lie, "heads", "head_dim"))
+        refuse_int4(name, x)
     arguments = _settled(arguments, q)
     wants_S_dmask = with_S_dmask and arguments["dropout_p"]
     if isinstance(where, tuple) and wants_S_dmask:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.int4 import INT4, columns, quantised_int4, row_bytes
 from ..call.quantisation import STORAGE, quantised
 
 
@@ -35,7 +36,7 @@ class Pool:
     """Pages (P,page,Hk,D) of keys and of values, and how many items use each.
 
     kept: the tensors by their names in `attention_packed`. Rows in eight bits also have scales
-        (P,page,Hk).
+        (P,page,Hk). Rows in four bits are bytes of `INT4`, D / 32 * 20 for D numbers.
     latent: None; or that many, the first, of the numbers of a key are its value: only keys are
         kept.
     """
@@ -59,8 +60,10 @@ class Pool:
         self.forked, self.dtype, self.latent = False, dtype, latent
         sizes = dict(k=D) if latent is not None else dict(k=D, v=Dv)
         self.kept = {
-            name: torch.empty(*shape, columns, dtype=storage, device=device)
-            for name, columns in sizes.items()
+            name: torch.empty(
+                *shape, row_bytes(n) if storage == INT4 else n, dtype=storage, device=device
+            )
+            for name, n in sizes.items()
         }
         if storage in STORAGE:
             for name in sizes:
@@ -74,7 +77,14 @@ class Pool:
 
     @property
     def v(self) -> Tensor:
-        return self.k[..., : self.latent] if self.latent is not None else self.kept["v"]
+        if self.latent is None:
+            return self.kept["v"]
+        return self.k[..., : row_bytes(self.latent) if self.k.dtype == INT4 else self.latent]
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """D and Dv."""
+        return columns(self.k), columns(self.v)
 
     def scale(self, name: str) -> Tensor | None:
         """The factors of the rows of "k" or "v"; None unless rows have eight bits."""
@@ -98,6 +108,8 @@ class Pool:
                 name: x.clone() if x.untyped_storage().data_ptr() in pages else x
                 for name, x in given.items()
             }
+        if self.k.dtype == INT4:
+            return {name: quantised_int4(x) for name, x in given.items()}
         found = {}
         for name, x in given.items():
             found[name], found[f"{name}_scale"] = quantised(x, self.k.dtype)

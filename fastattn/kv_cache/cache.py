@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Unpack  # torch depends on it
 
 from ..api import attention_packed
+from ..call.int4 import BLOCK, INT4
 from ..call.place import Place
 from ..call.quantisation import STORAGE
 from ..call.scalars import whole
@@ -85,6 +86,11 @@ class KVCache:
     and D of 64 or 128, outputs are off by 1% of their own size in int8 (4% in e4m3, 8% in e5m2),
     and the worst of a hundred rows by 1.5% (7%, 14%).
 
+    Numbers of four bits have a scale and a minimum in bfloat16 for each 32 of a vector, which makes
+    5 bits a number. 32 with a NaN or an infinity, or further apart than float32 has, are stored as
+    NaN. Outputs for such data are off by 12%, and the worst of a hundred rows by 18%. Keys are not
+    quantised by channel: channels with outliers cost more, as docs/guides/decoding.md shows.
+
     Args:
         batch: B, the number of items.
         heads: Hk, the number of key heads.
@@ -97,7 +103,8 @@ class KVCache:
             allocates all memory at once.
         dtype: The dtype of queries, and of appended keys and values.
         storage: The dtype of the pages: dtype by default; torch.int8, float8_e4m3fn or float8_e5m2
-            store numbers of eight bits.
+            store numbers of eight bits, "int4" of four, for which head_dim, value_dim and latent
+            are multiples of 32.
         device: The device of the pages; torch's default device by default.
         grow: If True, add pages and capacity when they run out. If False, raise.
 
@@ -133,7 +140,7 @@ class KVCache:
         capacity: int,
         page_size: int | None = None,
         dtype: torch.dtype = torch.float32,
-        storage: torch.dtype | None = None,
+        storage: torch.dtype | Literal["int4"] | None = None,
         device: torch.device | str | None = None,
         grow: bool = False,
     ):
@@ -147,9 +154,12 @@ class KVCache:
         value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype}, expected one of {DTYPES}")
-        if storage not in (None, dtype, *STORAGE):
-            expected = f"None for {dtype}, or one of {STORAGE}"
+        if storage not in (None, dtype, *STORAGE, "int4"):
+            expected = f"None for {dtype}, or one of {(*STORAGE, 'int4')}"
             raise ValueError(f"storage: got {storage}, expected {expected}")
+        if storage == "int4":
+            _need_blocks(head_dim=head_dim, value_dim=value_dim, latent=latent or 0)
+            storage = INT4
         page = capacity if page_size is None else page_size
         blocks = -(-capacity // page)
         shape = batch * blocks, page, heads
@@ -184,14 +194,17 @@ class KVCache:
 
     @property
     def k_pages(self) -> Tensor:
-        """The pages of keys, (P,page,Hk,D), shared with all forks."""
+        """The pages of keys, (P,page,Hk,D), shared with all forks.
+
+        With storage="int4" they are of torch.uint8, (P,page,Hk,D / 32 * 20).
+        """
         return self._pool.k
 
     @property
     def v_pages(self) -> Tensor:
         """The pages of values, (P,page,Hk,Dv), shared with all forks.
 
-        With latent they are a view of those of keys.
+        With latent they are a view of those of keys. With storage="int4" they are as `k_pages`.
         """
         return self._pool.v
 
@@ -201,9 +214,9 @@ class KVCache:
         return self._pool.dtype
 
     @property
-    def storage(self) -> torch.dtype:
-        """The dtype of the pages."""
-        return self._pool.k.dtype
+    def storage(self) -> torch.dtype | Literal["int4"]:
+        """The dtype of the pages; "int4" where they have numbers of four bits."""
+        return "int4" if self._pool.k.dtype == INT4 else self._pool.k.dtype
 
     @property
     def k_scales(self) -> Tensor | None:
@@ -226,10 +239,11 @@ class KVCache:
         return int((self._pool.users == 0).sum())
 
     def __repr__(self) -> str:
-        P, page, heads, dim = self._pool.k.shape
+        P, page, heads, _ = self._pool.k.shape
+        dim, storage = self._pool.head_dims[0], str(self.storage).removeprefix("torch.")
         return (
             f"KVCache({self.batch} items of up to {self.capacity} keys, {heads} heads of {dim}, "
-            f"{str(self._pool.k.dtype)[6:]}, {P - self.pages_free} of {P} pages of {page} keys "
+            f"{storage}, {P - self.pages_free} of {P} pages of {page} keys "
             f"used, {self.nbytes / 2**20:.1f} MiB)"
         )
 
@@ -418,8 +432,7 @@ class KVCache:
             self._do(change, _places(change.items, counts, change.page), rows)
 
     def _check(self, given: dict[str, Any], packed: bool) -> None:
-        heads, widths = self._pool.k.shape[2], dict(k=self._pool.k.shape[3])
-        widths["v"] = self._pool.v.shape[3]
+        heads, widths = self._pool.k.shape[2], dict(zip("kv", self._pool.head_dims))
         for name, x in given.items():
             d = widths[name]
             letters = "(T, Hk, D)" if packed else "(B, Hk, n, D)"
@@ -757,6 +770,13 @@ def _latent(latent: Any, head_dim: int, value_dim: Any) -> int:
     if found > head_dim:
         raise ValueError(f"latent: got {found}, expected at most head_dim = {head_dim}")
     return found
+
+
+def _need_blocks(**sizes: int) -> None:
+    for name, n in sizes.items():
+        if n % BLOCK:
+            expected = f'a multiple of {BLOCK} with storage="int4"'
+            raise ValueError(f"{name}: got {n}, expected {expected}")
 
 
 def _size(name: str, x: Any, least: int = 0) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends import value_checks
 from ..backends.value_checks import checks_values
-from ..call.validation import need
+from ..call.need import need
 
 
 def need_tensor(name: str, x: Any, axes: str) -> None:

@@ -86,6 +86,11 @@ WRONG = [
         ValueError,
         "storage: got torch.int16, expected None for torch.float32, or one of",
     ),
+    (
+        lambda c: KVCache(1, 2, 8, capacity=4, storage="int4"),
+        ValueError,
+        'head_dim: got 8, expected a multiple of 32 with storage="int4"',
+    ),
 ]
 
 

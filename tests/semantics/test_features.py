@@ -56,11 +56,13 @@ def test_backend_is_here():
 def test_cases_cover_the_declared_features():
     """A feature added to the declarations must be added to the cases."""
     required = spec.Feature.WEIGHTS | spec.Feature.GRAD  # tested by test_weights, and by every case
-    # Tested by test_packed, test_paged, test_row_invariant, test_unrounded and test_storage.
+    # Tested by test_packed, test_paged, test_row_invariant, test_unrounded, test_storage and
+    # test_int4.
     required |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
     required |= spec.Feature.UNROUNDED | spec.Feature.PAGED_GRAD  # the latter by test_selected
     required |= spec.Feature.SCORE_MOD  # by test_functions_of_attention
-    required |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
+    required |= spec.Feature.QUANTISED | spec.Feature.INT4
+    required |= spec.Feature.TANGENTS  # by test_tangents
     for features in SINGLES:
         problem = build(SHAPES[1], features, torch.float32)
         given = problem.tensors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,8 @@ def decode(q: Tensor) -> Tensor:
     out, lse = cache.attention(q, return_lse=True)
     assert_type(lse, Tensor)
     assert_type(cache.fork().lengths, Tensor)
+    small = fastattn.KVCache(1, 2, 64, capacity=8, storage="int4", dtype=torch.bfloat16)
+    assert_type(small.storage, torch.dtype | Literal["int4"])
     return out + cache.attention(q, window=(8, 0))
 
 

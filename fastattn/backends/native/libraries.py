@@ -46,6 +46,7 @@ DTYPE = {
     torch.int8: 5,
     torch.float8_e4m3fn: 6,
     torch.float8_e5m2: 7,
+    torch.uint8: 8,  # rows in four bits: `int4`
 }
 
 # The fields of FaScoreMod, the last of FaCall.
@@ -61,10 +62,7 @@ TENSORS = (
     *(f"d{name}" for name in OWN_DIFFERENTIABLE),
     *("dout", "dlse", "dweights"),
 )
-POINTERS = (
-    *(a.field for a in OWN if a.passed_as == "pointer"),
-    "workspace",
-)
+POINTERS = (*(a.field for a in OWN if a.passed_as == "pointer"), "workspace")
 MOVED = (  # the tangents; they follow the scalars
     *(f"{name}_t" for name in OWN_DIFFERENTIABLE),
     *("out_t", "lse_t", "dout_t", "dlse_t"),

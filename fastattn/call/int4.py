@@ -1,0 +1,73 @@
+"""Rows in four bits: a row (one token's head vector) of D numbers is D / 32 blocks of 20 bytes.
+
+A block is 32 columns: 16 bytes of numbers, the scale, and the minimum, both in bfloat16 (little
+endian). Byte i of the numbers has column i in its low four bits, and column i + 16 in its high four
+bits. The value of a number n, 0 to 15, is n * scale + minimum in float32 (float64 for float64). The
+product is exact there, so one rounding (fma) and two have the same bits, if the product is finite.
+
+Each row has scales of its own. So a row is written once, in place, when its token comes, and pages
+of rows are shared and copied as any others.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+INT4: torch.dtype = torch.uint8  # of tensors with rows of blocks
+BLOCK, BLOCK_BYTES = 32, 20
+NUMBERS = BLOCK // 2  # the bytes of a block that have the numbers
+MOST = torch.finfo(torch.bfloat16).max
+
+
+def row_bytes(columns: int) -> int:
+    """The bytes of a row of that many numbers, a multiple of 32."""
+    return columns // BLOCK * BLOCK_BYTES
+
+
+def columns(x: Tensor) -> int:
+    """The numbers in a row of x (..., D), in four bits or in any other dtype."""
+    return x.shape[-1] // BLOCK_BYTES * BLOCK if x.dtype == INT4 else x.shape[-1]
+
+
+def quantised_int4(x: Tensor) -> Tensor:
+    """Rows x (..., D) as blocks (..., D / 32 * 20) of bytes; D is a multiple of 32.
+
+    The minimum of a block is its smallest number, rounded down to bfloat16. The scale is a 15th of
+    the distance from there to its largest number, rounded up. Numbers are rounded to nearest even.
+    A block of equal numbers that bfloat16 has gets scale 0 and is exact. A block becomes NaN, as
+    its scale, if it has a NaN, an infinity or a number out of bfloat16's range, or if its numbers
+    are further apart than the largest of float32.
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    x = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    largest, smallest = x.amax(-1), x.amin(-1)
+    minimum = _rounded(smallest, -math.inf)
+    scale = _rounded((largest - minimum) / 15, math.inf)
+    spans = (minimum.float() + 15 * scale.float()).isfinite() & (largest <= MOST)
+    scale = scale.masked_fill(~spans, torch.nan)
+    counts = (scale > 0)[..., None]
+    steps = (x - minimum[..., None]) / scale[..., None]
+    n = torch.where(counts, steps.round().clamp(0, 15), 0).to(torch.uint8)
+    low, high = n.split(NUMBERS, -1)
+    factors = torch.stack((scale, minimum), -1).view(torch.uint8)
+    return torch.cat((low | high << 4, factors), -1).flatten(-2)
+
+
+def dequantised_int4(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values (..., D) of rows of blocks (..., D / 32 * 20), in float32 or float64."""
+    x = x.unflatten(-1, (x.shape[-1] // BLOCK_BYTES, BLOCK_BYTES))
+    numbers, factors = x.split((NUMBERS, BLOCK_BYTES - NUMBERS), -1)
+    factors = factors.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+    scale, minimum = factors.to(dtype).split(1, -1)
+    n = torch.cat((numbers & 15, numbers >> 4), -1)
+    return (n.to(dtype) * scale + minimum).flatten(-2)
+
+
+def _rounded(x: Tensor, towards: float) -> Tensor:
+    """x in bfloat16, rounded towards that infinity."""
+    y = x.to(torch.bfloat16)
+    past = y > x if towards < 0 else y < x
+    return torch.where(past, torch.nextafter(y, torch.full_like(y, towards)), y)
