@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..call.int4 import INT4, columns, quantised_int4, row_bytes
 from ..call.quantisation import STORAGE, quantised
+from .huge_pages import advised
 
 
 def indexable(x: Tensor) -> Tensor:
@@ -59,12 +60,10 @@ class Pool:
     ):
         self.forked, self.dtype, self.latent = False, dtype, latent
         sizes = dict(k=D) if latent is not None else dict(k=D, v=Dv)
-        self.kept = {
-            name: torch.empty(
-                *shape, row_bytes(n) if storage == INT4 else n, dtype=storage, device=device
-            )
-            for name, n in sizes.items()
-        }
+        self.kept = {}
+        for name, n in sizes.items():
+            rows = *shape, row_bytes(n) if storage == INT4 else n
+            self.kept[name] = advised(torch.empty(rows, dtype=storage, device=device))
         if storage in STORAGE:
             for name in sizes:
                 scale = torch.empty(shape, dtype=torch.float32, device=device)
@@ -130,9 +129,7 @@ class Pool:
                     "grow=True makes room"
                 )
             first, more = len(self.users), max(n - len(free), len(self.users) // 2)
-            kept = {
-                name: torch.cat([x, x.new_empty(more, *x.shape[1:])]) for name, x in kept.items()
-            }
+            kept = {name: _longer(x, len(x) + more, x.shape[1]) for name, x in kept.items()}
             fewer = torch.cat([fewer, fewer.new_zeros(more)])
             free = torch.cat([free, torch.arange(first, first + more, device="cpu")])
         taken = free[:n]
@@ -153,15 +150,19 @@ class Pool:
 
     def longer(self, page: int) -> dict[str, Tensor]:
         """The tensors with pages lengthened to `page` keys."""
-        longer = {name: x.new_empty(len(x), page, *x.shape[2:]) for name, x in self.kept.items()}
-        for name, x in self.kept.items():
-            longer[name][:, : self.page] = x
-        return longer
+        return {name: _longer(x, len(x), page) for name, x in self.kept.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """For deepcopy and pickle: without users, because caches that are copied along add
         themselves."""
         return self.__dict__ | {"users": torch.zeros_like(self.users)}
+
+
+def _longer(x: Tensor, pages: int, page: int) -> Tensor:
+    """x (P,page,...) with more pages, or longer ones."""
+    longer = advised(x.new_empty(pages, page, *x.shape[2:]))
+    longer[: len(x), : x.shape[1]] = x
+    return longer
 
 
 def write(kept: dict[str, Tensor], at: tuple[Tensor, Tensor], rows: dict[str, Tensor]) -> None:

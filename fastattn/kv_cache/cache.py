@@ -79,7 +79,8 @@ class KVCache:
 
     `fork` shares pages until one side writes. `copy.copy` is `fork`. Appended tensors are detached:
     keys and values are constants, and q has a gradient (none in eight bits). Under autocast, inputs
-    are cast to the cache's dtype. Only one thread at a time may use a cache and its forks.
+    are cast to the cache's dtype. Only one thread at a time may use a cache and its forks. On Linux
+    a cache of 4 MiB or more asks for huge pages in a CPU's memory, which then fills by these.
 
     Numbers of eight bits (see storage) have a float32 scale for each token's head vector, which
     kernels read. A vector with a NaN or an infinity is stored as NaN. For normally distributed data

@@ -80,6 +80,7 @@ SHARES = {
     "test_int4_rows": (4, ALL),
     "test_int4_errors": (4, ALL),
     "test_int4_cache": (4, 2),
+    "test_huge_pages": (4, ALL),
     "test_amx": (5, ALL),
     "test_amx_kernels": (5, 3),
     "test_amx_kernels::test_loads_for_each_product": (5, NONE),
