@@ -30,11 +30,17 @@ from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors, acc_dtype
 from .call.validation import check, check_lse, counts
 from .dispatch import (
     context_parallel,
+    fast_path,
     library_ops,  # noqa: F401  registers the operators that `dispatcher` dispatches to
 )
 from .dispatch.dispatcher import call
 from .dispatch.operation import ATTENTION, WEIGHTS
-from .dispatch.torch_function import handle, is_compiling, is_overridden
+from .dispatch.torch_function import (
+    handle,
+    is_compiling,
+    is_dynamo_compiling,
+    is_overridden,
+)
 from .score_mods.lowering import Begin, Lowered
 from .score_mods.mod_call import ModCall
 from .score_mods.recognition import Shape
@@ -246,6 +252,10 @@ def attention(
         >>> torch.testing.assert_close(out, p @ v.repeat_interleave(4, 1))
         >>> recent = fastattn.attention(q, k, v, causal="bottom_right", window=(63, None))
     """
+    if qv is None and return_lse is False and not is_dynamo_compiling():
+        out = fast_path.attend(_FAST, q, k, v, arguments)
+        if out is not None:
+            return out
     if v is None:
         raise no_values()
     if qv is not None:
@@ -595,6 +605,13 @@ def prepare(
             changed(x, score_mod=mod.text, captured_sizes=mod.sizes) for x in (plain, with_grad)
         )
     return t, with_grad if is_grad_enabled() and _requires_grad(t) else plain
+
+
+def _prepare_fast(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any) -> fast_path.Prepared:
+    return prepare(q, k, v, {"causal": causal, "scale": scale})
+
+
+_FAST = fast_path.path(_prepare_fast)
 
 
 def scalars_of(o: Options) -> dict[str, Any]:

@@ -2,98 +2,12 @@
 // fastattn/backends/native/marshalling.py in C++, for CPython's stable ABI. It is optional: without
 // it Python does the same, some microseconds slower. It uses torch through DLPack alone: the
 // exchange table (a C ABI for exactly this) gives a tensor's address without a method call.
-#define Py_LIMITED_API 0x030A0000  // Python 3.10
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-
-#include "../abi.h"
-
-// A cross build has the headers of the Python that runs pip. What the stable ABI takes from its
-// pyconfig.h are these sizes.
-static_assert(SIZEOF_VOID_P == sizeof(void*) && SIZEOF_SIZE_T == sizeof(size_t) &&
-              SIZEOF_LONG == sizeof(long) && SIZEOF_WCHAR_T == sizeof(wchar_t));
+#include "fast_path.h"
+#include "tensors.h"
 
 namespace {
 
-// --- what is read of DLPack 1.x (github.com/dmlc/dlpack, dlpack.h) ------------------------------
-
-struct DLTensor {
-  void* data;
-  int32_t device, device_id;
-  int32_t ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  const int64_t *shape, *strides;
-  uint64_t byte_offset;
-};
-
-struct DLExchange {
-  uint32_t major, minor;
-  void* older;
-  void *allocate, *lend, *take;
-  int (*view)(void* tensor, DLTensor* out);  // 0; or -1, with a Python exception
-  void* stream;
-};
-
-int (*view)(void* tensor, DLTensor* out);
-PyObject *tensor_type, *parameter_type, *is_neg;
-
-// FaDtype, or -1 for what kernels do not read.
-int64_t dtype_of(const DLTensor& x) {
-  // DLDataTypeCode
-  enum { kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6, kE4m3 = 10, kE5m2 = 12 };
-  if (x.lanes != 1) return -1;
-  switch (x.code << 8 | x.bits) {
-    case kFloat << 8 | 32:
-      return FA_F32;
-    case kFloat << 8 | 64:
-      return FA_F64;
-    case kFloat << 8 | 16:
-      return FA_F16;
-    case kBfloat << 8 | 16:
-      return FA_BF16;
-    case kBool << 8 | 8:
-      return FA_BOOL;
-    case kInt << 8 | 8:
-      return FA_I8;
-    case kUint << 8 | 8:
-      return FA_I4;
-    case kE4m3 << 8 | 8:
-      return FA_E4M3;
-    case kE5m2 << 8 | 8:
-      return FA_E5M2;
-    default:
-      return -1;
-  }
-}
-
-char* address(const DLTensor& x) { return static_cast<char*>(x.data) + x.byte_offset; }
-
 // --- kind ---------------------------------------------------------------------------------------
-
-// 1 if `x` is memory with its strides and nothing else, 0 if it is not, -1 with an exception.
-int is_plain(PyObject* x, DLTensor& d) {
-  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
-  if (type != tensor_type && type != parameter_type) return 0;
-  if (view(x, &d)) {  // without storage, not strided, or of a dtype that DLPack lacks
-    PyErr_Clear();
-    return 0;
-  }
-  if (!d.data) {  // an empty tensor, or zeros without memory
-    int64_t size = 1;
-    for (int32_t i = 0; i < d.ndim; ++i) size *= d.shape[i];
-    if (size) return 0;
-  }
-  PyObject* negative = PyObject_CallFunctionObjArgs(is_neg, x, nullptr);
-  if (!negative) return -1;
-  const int plain = negative == Py_False;
-  Py_DECREF(negative);
-  return plain;
-}
 
 PyObject* kind(PyObject*, PyObject* tensors) {
   constexpr Py_ssize_t kMost = 128;  // of words: dtype with ndim, device, shape
@@ -145,8 +59,7 @@ PyObject* laid(PyObject*, PyObject* args) {
       continue;
     }
     DLTensor d;
-    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
-    if (type != tensor_type && type != parameter_type) Py_RETURN_NONE;
+    if (!is_of_torch(x)) Py_RETURN_NONE;
     if (view(x, &d)) {
       PyErr_Clear();
       Py_RETURN_NONE;
@@ -269,7 +182,6 @@ PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t n) {
 PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t n) {
   FaCall call;
   if (!has(n, 7) || !fill(call, args[3], args[4], args[5], args[6])) return nullptr;
-  using Run = int64_t (*)(const FaCall*, int64_t);
   const Run run = reinterpret_cast<Run>(PyLong_AsVoidPtr(args[0]));
   const int64_t which = PyLong_AsLongLong(args[1]);
   const int brief = PyObject_IsTrue(args[2]);
@@ -342,6 +254,11 @@ int begin(PyObject* module) {
     return -1;
   }
   view = exchange.view;
+  causal_name = PyUnicode_InternFromString("causal");
+  scale_name = PyUnicode_InternFromString("scale");
+  requires_grad_name = PyUnicode_InternFromString("requires_grad");
+  new_empty_strided = PyObject_GetAttrString(tensor_type, "new_empty_strided");
+  if (PyErr_Occurred()) return -1;
   return PyModule_AddStringConstant(module, "fields", FA_FIELDS);
 }
 
@@ -352,6 +269,8 @@ PyMethodDef functions[] = {{"kind", kind, METH_O, nullptr},
                            {"pack", fast(pack), METH_FASTCALL, nullptr},
                            {"launch", fast(launch), METH_FASTCALL, nullptr},
                            {"launch_on", fast(launch_on), METH_FASTCALL, nullptr},
+                           {"attend", fast(attend), METH_FASTCALL, nullptr},
+                           {"forget", forget, METH_NOARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(begin)}, {0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, get_num_threads
@@ -14,7 +15,7 @@ from .base import BAD_INDEX, COMMON_FEATURES, Support, empty_dense, register
 from .gathered_pages import Rows, sink_gradient
 from .native import libraries
 from .native.extents import refused
-from .native.marshalling import launch
+from .native.marshalling import launch, pack
 from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert, in_grad_order, prepared
 from .per_sequence import backward_in_turn
 from .value_checks import check_values
@@ -40,6 +41,18 @@ class Cpu(Launcher):
 
     def unavailable(self) -> str | None:
         return libraries.cpu_unavailable()
+
+    def fast_plan(self, spec: AttentionSpec, t: Tensors) -> tuple[Any, ...] | None:
+        """What `attend` of marshalling.py needs to run `forward` on tensors that lie as t's:
+        FaCall without addresses; the shape and strides of out; the bytes of the normaliser;
+        `Prepared.brief`; the address of fa_cpu_run. None for calls that need more."""
+        if spec.given or spec.acc_dtype_out or spec.score_mod:
+            return None
+        like = prepared(spec)
+        out = t.q.new_empty_strided(*like.out)
+        normaliser = t.q.new_empty_strided(*like.normaliser, **like.acc)
+        call = pack(like.form, PLACES[libraries.FORWARD], (*t, out, normaliser), 0)
+        return call, *like.out, normaliser.nbytes, like.brief, libraries.cpu().run_at
 
     def backward(
         self,

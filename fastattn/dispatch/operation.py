@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import Backend, WithTangents, choose, empty_dense, why_not
+from ..backends.native import marshalling
 from ..backends.native.marshalling import Kind
 from ..call.int4 import INT4, columns
 from ..call.spec import (
@@ -118,6 +119,7 @@ def _described(t: Tensors) -> tuple:
 def forget_plans() -> None:
     """Forget all plans, so that calls choose a backend again; for use after the backends change."""
     _plans.clear()
+    marshalling.forget_plans()
     _plan_tangents.cache_clear()
     _plan_paged_grad.cache_clear()
 

@@ -21,6 +21,7 @@ is_overridden = has_torch_function_variadic  # 30 ns for three tensors
 # Calls are not handled in torch.compile: it dispatches on the operators itself. It also traces into
 # a subclass's __torch_function__ without noticing that torch has turned that off there.
 is_compiling = torch.compiler.is_compiling
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # the cheaper check
 
 
 def handle(function: Any, given: tuple, *rest: Any, **named: Any) -> Any:

@@ -13,10 +13,16 @@ from typing import Any
 import torch
 from torch import Size, SymFloat, SymInt, Tensor, broadcast_shapes
 
-from ..api import attend, autocast, may_autocast
+from ..api import attend, autocast, may_autocast, prepare
 from ..call.need import need_dense
 from ..call.spec import TOKENS
-from ..dispatch.torch_function import handle, is_compiling, is_overridden
+from ..dispatch import fast_path
+from ..dispatch.torch_function import (
+    handle,
+    is_compiling,
+    is_dynamo_compiling,
+    is_overridden,
+)
 from ..require_torch import TORCH_VERSION
 from . import nested
 
@@ -84,6 +90,11 @@ def scaled_dot_product_attention(
         >>> torchs = torch.nn.functional.scaled_dot_product_attention
         >>> torch.testing.assert_close(out, torchs(query, key, value, is_causal=True))
     """
+    plain = attn_mask is None and enable_gqa is False and type(dropout_p) is float
+    if plain and not dropout_p and not is_dynamo_compiling():
+        out = fast_path.attend(_FAST, query, key, value, is_causal, scale)
+        if out is not None:
+            return out
     if is_overridden(query, key, value) and not is_compiling():
         given, rest = (query, key, value), (attn_mask, dropout_p, is_causal)
         own = {"scale": scale, "enable_gqa": enable_gqa}
@@ -118,6 +129,20 @@ def scaled_dot_product_attention(
     if not k.shape[1] == v.shape[1] == q.shape[1]:
         q, k, v = _match_heads(q, k, v, enable_gqa)
     return _attend(q, k, v, orders, mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
+
+
+def _prepare_fast(
+    q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any
+) -> fast_path.Prepared | None:
+    """For calls that differ in no more than a scale from those that need no checks."""
+    if type(causal) is not bool or not _is_ordinary(q, k, v):
+        return None
+    _check_scalars(0.0, scale)
+    given = {"causal": causal, "scale": scale}
+    return prepare(q, k, v, given, orders=_orders_of_rows(q, k, v))
+
+
+_FAST = fast_path.path(_prepare_fast)
 
 
 def is_causal_bias(mask: Any) -> bool:

@@ -15,7 +15,6 @@ REASONS = {
     "csrc/cpu/score/score_mod.h": "one interpreter, with every operator",
     "csrc/cpu/score/tile.h": "the score pipeline: forward and backward share each feature's code",
     "csrc/cuda/sm90/ptx.cuh": "a wrapper for each instruction, and the only file that may have it",
-    "csrc/python/marshalling.cpp": "one module, as its twin in Python",
     "fastattn/backends/reference.py": "the passes, which share the gradients of scores",
     "fastattn/reference.py": "the operation as the mathematics states it, to be read as a whole",
     "fastattn/api.py": "the public functions, with the documentation of every argument",

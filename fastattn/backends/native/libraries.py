@@ -1,7 +1,7 @@
 """The Python side of csrc/abi.h: arguments as bytes, and the libraries that read them.
 
-FASTATTN_LIBRARY names another build of libfastattn_cpu.so to load, for development, and
-FASTATTN_CUDA_LIBRARY one of libfastattn_cuda.so.
+For development, FASTATTN_LIBRARY names another build of libfastattn_cpu.so to load,
+FASTATTN_CUDA_LIBRARY one of libfastattn_cuda.so, FASTATTN_EXTENSION_LIBRARY one of the extension.
 FASTATTN_CPU_ISA forces one of the instruction sets that `cpu_isas` lists.
 FASTATTN_EXTENSION=off does not load the extension that packs arguments in C++ (see marshalling.py).
 """
@@ -290,7 +290,7 @@ def _load_extension() -> ModuleType | str:
     name, suffix = "fastattn_crossing", ".abi3.so"
     if suffix not in machinery.EXTENSION_SUFFIXES:
         return "this Python has no stable ABI"
-    candidates = _candidates(name + suffix)
+    candidates = _candidates(name + suffix, "FASTATTN_EXTENSION_LIBRARY")
     path = next((p for p in candidates if os.path.exists(p)), None)
     if path is None:
         return f"it was not built: {_note(candidates, 'no_extension.txt')}"

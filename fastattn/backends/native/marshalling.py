@@ -9,10 +9,13 @@
     specialization_key
                a key of a kernel's arguments with at least what Triton specialises on: dtypes,
                strides, addresses modulo 16, and the numbers themselves
+    attend     a whole call (dispatch/fast_path.py), or None if the general path has to run it
+    forget_plans
+               forget the plans of `attend`
 
-csrc/python/marshalling.cpp implements these for CPython's stable ABI; `specialization_key` has the
-name `laid` there. The Python versions below are used if set-up did not build it, or if
-FASTATTN_EXTENSION=off.
+csrc/python implements these for CPython's stable ABI; `specialization_key` has the name `laid`
+there, `forget_plans` has the name `forget`. The Python versions below are used if set-up did not
+build it, or if FASTATTN_EXTENSION=off. In Python `attend` runs no call.
 """
 
 from __future__ import annotations
@@ -163,6 +166,8 @@ kind, pack, launch = (
     else (extension.kind, extension.pack, extension.launch)
 )
 launch_on: Any = getattr(extension, "launch_on", None)
+attend: Callable[..., Tensor | None] = getattr(extension, "attend", lambda *args: None)
+forget_plans: Callable[[], None] = getattr(extension, "forget", lambda: None)
 _fast_specialization_key = getattr(extension, "laid", _specialization_key)
 
 
