@@ -237,27 +237,34 @@ class ScratchMemory {
 bool forked = false;
 [[maybe_unused]] const int at_fork = at_fork_of_child([] { forked = true; });
 
+// Runs the tasks that next() gives, on this thread: run(task, scratch). Returns their number.
+template <class Next, class Run>
+int64_t run_on_thread(int64_t tasks, size_t scratch_size, Next next, const Run& run) {
+  static thread_local ScratchMemory memory;
+  char* scratch = scratch_size ? memory.get(scratch_size) : nullptr;
+  if (scratch_size && !scratch) return 0;  // the other threads take its share
+  int64_t done = 0;
+  for (int64_t task; (task = next()) < tasks; ++done) {
+    if (poisoned && scratch) std::memset(scratch, 0xFF, scratch_size);
+    run(task, scratch);
+  }
+  memory.trim();
+  return done;
+}
+
 // Runs tasks in their order: run(task, scratch).
 template <class Run>
 bool run_tasks(int64_t tasks, size_t scratch_size, int64_t threads, const Run& run) {
-  std::atomic<int64_t> next{0}, done{0};
-  const auto work = [&] {
-    static thread_local ScratchMemory memory;
-    char* scratch = scratch_size ? memory.get(scratch_size) : nullptr;
-    if (scratch_size && !scratch) return;  // the other threads take its share
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      if (poisoned && scratch) std::memset(scratch, 0xFF, scratch_size);
-      run(task, scratch);
-      done.fetch_add(1, std::memory_order_relaxed);
-    }
-    memory.trim();
-  };
   threads = forked ? 1 : std::min(threads, tasks);
-  if (threads <= 1) {
-    work();
-  } else {
-    on_threads(threads, work);
+  if (threads <= 1) {  // counts for itself: atomic operations take a part of a tiny call
+    int64_t task = 0;
+    return run_on_thread(tasks, scratch_size, [&] { return task++; }, run) == tasks;
   }
+  std::atomic<int64_t> next{0}, done{0};
+  on_threads(threads, [&] {
+    done += run_on_thread(
+        tasks, scratch_size, [&] { return next.fetch_add(1, std::memory_order_relaxed); }, run);
+  });
   return done == tasks;
 }
 
