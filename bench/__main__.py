@@ -78,6 +78,8 @@ def _add_measurements(add: Add) -> None:
 
     overhead = add("overhead", "a call with almost nothing to compute; lengths 1-64")
 
+    tiny = add("tiny", "thread time of calls of 1 to 8 rows and keys, beside torch's function")
+
     memory = add("memory", "extra bytes at the peak, against length")
     memory.add_argument("--masks", nargs="+", choices=tuple(MASKS), default=["full", "dropout"])
 
@@ -110,7 +112,7 @@ def _add_measurements(add: Add) -> None:
 
     rows, racing = (
         (decode, few_rows),
-        (*(serving, flex, latent, selected, models, derivatives, distributed),),
+        (*(tiny, serving, flex, latent, selected, models, derivatives, distributed),),
     )
     for measuring in (sweep, *rows, mha, overhead, memory, targets, subnormals, *racing):
         measuring.add_argument("--save", action="store_true", help="save in bench/results/")
@@ -125,8 +127,9 @@ def _add_measurements(add: Add) -> None:
         measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
     for measuring in (sweep, decode, memory, models, derivatives, distributed):
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
-    for measuring in (sweep, *rows, subnormals, serving, flex, latent, selected, models):
+    for measuring in (sweep, *rows, tiny, subnormals, serving, flex, latent, selected, models):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
+    tiny.set_defaults(dtypes=["float32"])
 
 
 def _add_others(add: Add) -> None:

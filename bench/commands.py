@@ -195,6 +195,10 @@ def selected(options: Options) -> int:
     return _of_races("selected", options, selected_keys.races, threads=1)
 
 
+def tiny(options: Options) -> int:
+    return _of_races("tiny", options, tiny_call.races, threads=1)
+
+
 def _of_races(kind: str, options: Options, races: Races, **threads: int) -> int:
     """A command that measures races."""
     dtypes = options.dtypes or BOTH
@@ -253,11 +257,10 @@ def _simulation(options: Options) -> None:
     text = simulation.page()
     print(text)
     folder = options.output or simulation.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
     if options.save or options.output:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / simulation.PAGE).write_text(text)
     if options.plot:
-        folder.mkdir(parents=True, exist_ok=True)
         figures = [(simulation.draw(new_figure), folder / simulation.PICTURE)]
         _print(pictures.written(iter(figures)))
 
@@ -275,8 +278,7 @@ def gpu(options: Options) -> int:
 
 
 def compare(options: Options) -> int:
-    first, second = results.read(options.first), results.read(options.second)
-    found = comparison.changes(first, second)
+    found = comparison.changes(results.read(options.first), results.read(options.second))
     _print(comparison.lines(found, options.fail_under))
     if options.fail_under is None:
         return 0
@@ -366,12 +368,12 @@ def _compile(process: isolated_process.Process, cases: list[Case], passes: tuple
 def _finish(result: Result, options: Options) -> int:
     _print(console.summary(result))
     races = ("serving", "flex", "latent", "selected", "models", "derivatives", "distributed")
-    sections = ("cells", "memory", "modules", "targets", "subnormals", *races)
+    sections = ("tiny", "cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
         # An incomplete run never replaces a committed file.
         complete = options.save and result["complete"]
         results.save(result, options.output or (results.FOLDER / ("" if complete else "local")))
-    rows = [row for section in ("cells", "modules", *races) for row in result[section]]
+    rows = [row for section in ("tiny", "cells", "modules", *races) for row in result[section]]
     failed = any(row["status"] != "ok" for row in rows)
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
     failed |= any(row["failed"] for row in result["targets"])

@@ -1,21 +1,31 @@
-"""What a call costs when there is almost nothing to compute: B1 H2 N8 D16."""
+"""What a call costs when there is almost nothing to compute: B1 H2 N8 D16, beside every peer; and
+one to eight rows and keys, beside torch's function, as races (`varlen`)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torchs
 
-from ..cases import FORWARD, TRAINING, Case
+import fastattn
+
+from ..cases import DTYPES, FORWARD, TRAINING, Case
 from ..measure import isolated_process, timing
 from ..measure.run import Contender, program, ratio, timed
 from ..measure.verify import Judge
 from ..peers.registry import BASELINE, PEERS, Peer
+from .varlen import Race
 
 CALLS = 20  # one sample is this many calls
 SMALL = (1, 4, 16, 32, 64)  # lengths at which a call is little more than its overhead
+# Rows and keys of races, and the least time of torch's over ours.
+AIMS = {1: 0.8, 2: 0.8, 4: 1.0, 8: 1.0}
+HEADS, DIM = 8, 64
 
 
 def measure(
@@ -83,6 +93,42 @@ def small_cases(device: str) -> list[Case]:
         for dtype in ("float32", "bfloat16")
         for n in SMALL
     ]
+
+
+def races(dtypes: Sequence[str]) -> Iterator[Race]:
+    """Torch's function over each of ours, forward alone: without gradients, and for information of
+    tensors that require them."""
+    for dtype, (n, aim), grad in itertools.product(dtypes, AIMS.items(), (False, True)):
+        size: dict[str, Any] = dict(dtype=DTYPES[dtype], requires_grad=grad)
+        given = [torch.randn(1, HEADS, n, DIM, **size) for _ in "qkv"]
+        for causal in (False, True):
+            other = _repeated(torchs, given, grad, is_causal=causal)
+            for name, function, causes in (
+                ("attention", fastattn.attention, "causal"),
+                (
+                    "scaled_dot_product_attention",
+                    fastattn.scaled_dot_product_attention,
+                    "is_causal",
+                ),
+            ):
+                ours = _repeated(function, given, grad, **{causes: causal})
+                what = f"{CALLS} calls of {name}, {n}x{n}{', causal' * causal}"
+                what += ", with gradients" * grad
+                yield Race(what, dtype, FORWARD, ours, other, aim=0.0 if grad else aim)
+
+
+def _repeated(
+    function: Callable[..., Tensor], given: Sequence[Tensor], grad: bool, **named: bool
+) -> Callable[[], list[Tensor]]:
+    q, k, v = given
+
+    def calls() -> list[Tensor]:
+        with torch.set_grad_enabled(grad):
+            for _ in range(CALLS - 1):
+                function(q, k, v, **named)
+            return [function(q, k, v, **named)]
+
+    return calls
 
 
 def _calls(contender: Contender, what: str, inputs: Any) -> timing.Phase:

@@ -43,6 +43,7 @@ def start(
         "modules": [],
         "targets": [],
         "subnormals": [],
+        "tiny": [],
         "serving": [],
         "flex": [],
         "latent": [],

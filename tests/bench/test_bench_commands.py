@@ -176,6 +176,14 @@ def test_selected_keys_are_held_against_gathered_ones_and_products(tmp_path, mon
     assert len(list(results_page.selected([result]))) == 2 + len(result["selected"])
 
 
+def test_tiny_calls_are_held_against_torchs_function(tmp_path):
+    result = run(tmp_path, "tiny", "--seconds", "0.002")
+    assert len(result["tiny"]) == 4 * 2 * 2 * 2  # sizes, gradients, masks, functions
+    for row in result["tiny"]:
+        assert (row["status"], row["dtype"], row["threads"]) == ("ok", "float32", 1), row
+        assert (row["aim"] == 0) == ("with gradients" in row["what"])
+
+
 def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     """Whole models at small sizes: a language model, padded, and what convert is for."""
     pytest.importorskip("transformers", reason="transformers is not installed")
