@@ -611,7 +611,7 @@ def _prepare_fast(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any) -> f
     return prepare(q, k, v, {"causal": causal, "scale": scale})
 
 
-_FAST = fast_path.path(_prepare_fast)
+_FAST = fast_path.path(_prepare_fast, DEFAULTS)
 
 
 def scalars_of(o: Options) -> dict[str, Any]:

@@ -48,12 +48,14 @@ struct Path {
   PyObject* globals;       // dict of a module, name, its value then, a function or None, ...
   PyObject* grad_enabled;  // torch.is_grad_enabled
   PyObject* threads;       // torch.get_num_threads
+  PyObject* defaults;      // of the arguments that `attend` gets as a dict
   explicit Path(PyObject* path)
       : make_plan(PyTuple_GetItem(path, 0)),
         states(PyTuple_GetItem(path, 1)),
         globals(PyTuple_GetItem(path, 2)),
         grad_enabled(PyTuple_GetItem(path, 3)),
-        threads(PyTuple_GetItem(path, 4)) {}
+        threads(PyTuple_GetItem(path, 4)),
+        defaults(PyTuple_GetItem(path, 5)) {}
 };
 
 // True if a subsystem of torch acts on calls. A function stands behind some globals: it is called
@@ -78,7 +80,7 @@ Answer is_watched(const Path& path) {
   return kNo;
 }
 
-PyObject *causal_name, *scale_name, *requires_grad_name, *new_empty_strided;
+PyObject *requires_grad_name, *new_empty_strided;
 
 Answer needs_gradient(const Path& path, PyObject* const* tensors) {
   const Ref enabled(PyObject_CallNoArgs(path.grad_enabled));
@@ -96,18 +98,36 @@ struct Scalars {
   PyObject *causal = Py_False, *scale = Py_None;  // borrowed
 };
 
-// Reads `causal` and `scale` of the public arguments; kNo if there are others.
-Answer scalars_of(PyObject* arguments, Scalars& found) {
-  Py_ssize_t rest = PyDict_Size(arguments);
-  if (rest < 0) return kError;
-  if (rest == 0) return kYes;
-  if (PyObject* x = PyDict_GetItemWithError(arguments, causal_name)) found.causal = x, --rest;
-  if (PyObject* x = PyDict_GetItemWithError(arguments, scale_name)) found.scale = x, --rest;
-  if (PyErr_Occurred()) return kError;
-  return rest ? kNo : kYes;
+bool is_default(PyObject* x, PyObject* value) {
+  if (x == value) return true;
+  if (!PyFloat_CheckExact(x) || !PyFloat_CheckExact(value)) return false;
+  return PyFloat_AsDouble(x) == PyFloat_AsDouble(value);
 }
 
-// What calls have in common that share a plan. Only tensors of four dimensions have a key.
+// Reads `causal` and `scale` of the public arguments; kNo if others differ from their defaults.
+Answer scalars_of(PyObject* arguments, PyObject* defaults, Scalars& found) {
+  if (!PyDict_Check(arguments)) {
+    PyErr_SetString(PyExc_TypeError, "expected a dict of arguments");
+    return kError;
+  }
+  Py_ssize_t at = 0;
+  PyObject *name, *value;  // borrowed
+  while (PyDict_Next(arguments, &at, &name, &value)) {
+    if (PyUnicode_CompareWithASCIIString(name, "causal") == 0) {
+      found.causal = value;
+    } else if (PyUnicode_CompareWithASCIIString(name, "scale") == 0) {
+      found.scale = value;
+    } else {
+      PyObject* usual = PyDict_GetItemWithError(defaults, name);
+      if (!usual && PyErr_Occurred()) return kError;
+      if (!usual || !is_default(usual, value)) return kNo;
+    }
+  }
+  return kYes;
+}
+
+// What calls have in common that share a plan. Only tensors of four dimensions in the CPU's memory
+// have a key.
 struct Key {
   int64_t path, causal, scaled;
   double scale;
@@ -132,7 +152,8 @@ struct Key {
     return kYes;
   }
   Answer set(int i, const DLTensor& x) {
-    if (x.ndim != 4) return kNo;
+    constexpr int32_t kCpu = 1;  // DLDeviceType
+    if (x.ndim != 4 || x.device != kCpu) return kNo;
     auto& to = tensors[i];
     to.dtype = x.code | int64_t(x.bits) << 8 | int64_t(x.lanes) << 16;
     to.device = x.device | int64_t(x.device_id) << 32;
@@ -164,7 +185,7 @@ struct FastPlan {
   FaCall call;  // without addresses
 };
 
-// Plans lie in sets, by the hash of their key. A set has the newest first, and room for a few: a new
+// Plans lie in sets, by the hash of their key. A set has room for a few, the newest first: another
 // one replaces the oldest.
 constexpr uint64_t kSets = 128;
 constexpr int kWays = 4;
@@ -305,20 +326,20 @@ PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
   PyObject* const* tensors = args + 1;
   for (int i = 0; i < 3; ++i)
     if (!is_of_torch(tensors[i])) Py_RETURN_NONE;
-  if (!has_members(args[0], 5)) return nullptr;
+  if (!has_members(args[0], 6)) return nullptr;
   const Path path(args[0]);
   Scalars given;
   if (n == 6) given.causal = args[4], given.scale = args[5];
-  Answer answer = n == 6 ? kYes : scalars_of(args[4], given);
+  Answer answer = n == 6 ? kYes : scalars_of(args[4], path.defaults, given);
   Key key;
   DLTensor d[3];
   if (answer == kYes) answer = key.set(args[0], given);
   if (answer == kYes) answer = not_(needs_gradient(path, tensors));
+  for (int i = 0; i < 3 && answer == kYes; ++i)
+    answer = is_memory(tensors[i], d[i]) ? key.set(i, d[i]) : kNo;
   if (answer == kYes) answer = not_(is_watched(path));
-  for (int i = 0; i < 3 && answer == kYes; ++i) {
-    answer = static_cast<Answer>(is_plain(tensors[i], d[i]));
-    if (answer == kYes) answer = key.set(i, d[i]);
-  }
+  for (int i = 0; i < 3 && answer == kYes; ++i)
+    answer = static_cast<Answer>(is_not_negated(tensors[i]));
   if (answer == kError) return nullptr;
   if (answer == kNo) Py_RETURN_NONE;
   FastPlan* plan = find(key);

@@ -254,8 +254,6 @@ int begin(PyObject* module) {
     return -1;
   }
   view = exchange.view;
-  causal_name = PyUnicode_InternFromString("causal");
-  scale_name = PyUnicode_InternFromString("scale");
   requires_grad_name = PyUnicode_InternFromString("requires_grad");
   new_empty_strided = PyObject_GetAttrString(tensor_type, "new_empty_strided");
   if (PyErr_Occurred()) return -1;

@@ -77,23 +77,32 @@ bool is_of_torch(PyObject* x) {
   return type == tensor_type || type == parameter_type;
 }
 
-// 1 if `x` is memory with its strides and nothing else, 0 if it is not, -1 with an exception.
-int is_plain(PyObject* x, DLTensor& d) {
-  if (!is_of_torch(x)) return 0;
+// True if `x` is memory with its strides, from which its numbers may still be read negated.
+bool is_memory(PyObject* x, DLTensor& d) {
+  if (!is_of_torch(x)) return false;
   if (view(x, &d)) {  // without storage, not strided, or of a dtype that DLPack lacks
     PyErr_Clear();
-    return 0;
+    return false;
   }
   if (!d.data) {  // an empty tensor, or zeros without memory
     int64_t size = 1;
     for (int32_t i = 0; i < d.ndim; ++i) size *= d.shape[i];
-    if (size) return 0;
+    return !size;
   }
+  return true;
+}
+
+// 1 if the numbers of `x` are its memory's, 0 if they are read negated, -1 with an exception. Modes
+// of __torch_function__ see this call.
+int is_not_negated(PyObject* x) {
   PyObject* negative = PyObject_CallFunctionObjArgs(is_neg, x, nullptr);
   if (!negative) return -1;
   const int plain = negative == Py_False;
   Py_DECREF(negative);
   return plain;
 }
+
+// 1 if `x` is memory with its strides and nothing else, 0 if it is not, -1 with an exception.
+int is_plain(PyObject* x, DLTensor& d) { return is_memory(x, d) ? is_not_negated(x) : 0; }
 
 }  // namespace

@@ -4,8 +4,8 @@ The steps of `dispatcher.call` are some dozens of calls of Python and of torch. 
 the kernel of a tiny call. csrc/python/fast_path.h makes the same checks, allocates the result and
 runs the kernel. It takes a call if
 
-- q, k and v are tensors of four dimensions in plain memory, none of another class than Tensor and
-  Parameter, and the call has no other argument than causal and scale;
+- q, k and v are tensors of four dimensions in plain memory of the CPU, none of another class than
+  Tensor and Parameter, and no other arguments but causal and scale differ from their defaults;
 - no gradient is wanted;
 - none of the subsystems of torch that `dispatcher.call` distinguishes is active (`_STATES`,
   `_GLOBALS`), nor autocast, a profiler or an observer;
@@ -17,7 +17,7 @@ the extension all do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,14 +56,15 @@ _GLOBALS: tuple[Any, ...] = (
 )
 
 
-def path(prepare: Prepare) -> Path:
-    """The first argument of `attend`. prepare: of the function that calls `attend`."""
+def path(prepare: Prepare, defaults: Mapping[str, Any] | None = None) -> Path:
+    """The first argument of `attend`. prepare: of the function that calls `attend`; defaults: of
+    the arguments that it gives to `attend` as a dict."""
 
     def make_plan(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any) -> Any:
         prepared = prepare(q, k, v, causal, scale)
         return None if prepared is None else _plan(*prepared)
 
-    return make_plan, _STATES, _GLOBALS, torch.is_grad_enabled, torch.get_num_threads
+    return make_plan, _STATES, _GLOBALS, torch.is_grad_enabled, torch.get_num_threads, defaults
 
 
 def _plan(t: Tensors, o: Options) -> Any:

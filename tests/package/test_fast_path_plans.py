@@ -11,7 +11,6 @@ import torch
 import fastattn
 from fastattn import api
 from fastattn.backends.native import libraries, marshalling
-from fastattn.call.spec import ARGUMENTS
 from fastattn.dispatch import operation
 from tests.package.test_fast_path import plain, pytestmark  # noqa: F401
 
@@ -148,11 +147,19 @@ def test_a_change_of_the_backends_is_a_change_of_the_plans(monkeypatch):
     assert attend(*x) is not None
 
 
-def test_there_are_arguments_that_a_plan_does_not_see():
-    """A call of q, k and v has a plan; a new tensor or scalar must not be forgotten by it."""
-    assert {"q", "k", "v"} < set(ARGUMENTS)
-    for name in set(api.DEFAULTS) - {"causal", "scale"}:
-        assert marshalling.attend(api._FAST, *plain(), {name: api.DEFAULTS[name]}) is None
+def test_arguments_that_a_plan_does_not_see():
+    """A plan is for q, k, v, causal and scale. Others may be given as their defaults."""
+    x = plain()
+    others = set(api.DEFAULTS) - {"causal", "scale"}
+    assert len(others) >= 10 and {"mask", "dropout_p"} < others
+    for name in others:
+        for value in (True, 1, 0.5, x[0], "x"):
+            assert marshalling.attend(api._FAST, *x, {name: value}) is None
+        default = {name: api.DEFAULTS[name]}
+        assert marshalling.attend(api._FAST, *x, default) is not None
+    assert marshalling.attend(api._FAST, *x, dict(api.DEFAULTS, dropout_p=-0.0)) is not None
+    for name in ("nonsense", "causal ", "Scale", "é"):
+        assert marshalling.attend(api._FAST, *x, {name: None}) is None
 
 
 # ---------------------------------------------------------------------------------- memory, threads
