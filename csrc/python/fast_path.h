@@ -58,9 +58,9 @@ struct Path {
         defaults(PyTuple_GetItem(path, 5)) {}
 };
 
-// True if a subsystem of torch acts on calls. A function stands behind some globals: it is called
-// where the value is another, and returns whether the subsystem acts.
-Answer is_watched(const Path& path) {
+// kYes if a subsystem of torch acts on calls. A global may have a function: it is called for other
+// values, and returns whether the subsystem acts.
+Answer acts_on_calls(const Path& path) {
   for (Py_ssize_t i = 0, n = PyTuple_Size(path.states); i < n; i += 2) {
     const Ref found(PyObject_CallNoArgs(PyTuple_GetItem(path.states, i)));
     if (!found) return kError;
@@ -337,7 +337,7 @@ PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
   if (answer == kYes) answer = not_(needs_gradient(path, tensors));
   for (int i = 0; i < 3 && answer == kYes; ++i)
     answer = is_memory(tensors[i], d[i]) ? key.set(i, d[i]) : kNo;
-  if (answer == kYes) answer = not_(is_watched(path));
+  if (answer == kYes) answer = not_(acts_on_calls(path));
   for (int i = 0; i < 3 && answer == kYes; ++i)
     answer = static_cast<Answer>(is_not_negated(tensors[i]));
   if (answer == kError) return nullptr;
