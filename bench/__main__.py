@@ -110,11 +110,15 @@ def _add_measurements(add: Add) -> None:
     distributed.add_argument("--simulate", action="store_true", help="only the simulation")
     distributed.add_argument("--plot", action="store_true", help="draw where each strategy wins")
 
+    scaling = add("scaling", "calls on the cores of servers: simulated from measured tasks")
+    scaling.add_argument("--measure", action="store_true", help="time the tasks here: minutes")
+    scaling.add_argument("--plot", action="store_true", help="draw speed against cores")
+
     rows, racing = (
         (decode, few_rows),
         (*(tiny, serving, flex, latent, selected, models, derivatives, distributed),),
     )
-    for measuring in (sweep, *rows, mha, overhead, memory, targets, subnormals, *racing):
+    for measuring in (sweep, *rows, mha, overhead, memory, targets, subnormals, scaling, *racing):
         measuring.add_argument("--save", action="store_true", help="save in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
     for measuring in (sweep, *rows, mha, overhead, memory):

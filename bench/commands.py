@@ -15,9 +15,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 
-from fastattn.examples.common import new_figure
-
 from .benchmarks import (
+    core_scaling,
     decoding,
     functions,
     gpu_session,
@@ -239,7 +238,7 @@ def derivatives(options: Options) -> int:
 
 def distributed(options: Options) -> int:
     """Print the simulation, then measure ranks on this machine."""
-    _simulation(options)
+    simulation.show(options)
     if options.simulate:
         return 0
     with _result("distributed", options, "cpu", ("float32",)) as result:
@@ -253,16 +252,8 @@ def distributed(options: Options) -> int:
     return _finish(result, options)
 
 
-def _simulation(options: Options) -> None:
-    text = simulation.page()
-    print(text)
-    folder = options.output or simulation.FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    if options.save or options.output:
-        (folder / simulation.PAGE).write_text(text)
-    if options.plot:
-        figures = [(simulation.draw(new_figure), folder / simulation.PICTURE)]
-        _print(pictures.written(iter(figures)))
+def scaling(options: Options) -> int:
+    return core_scaling.show(options)
 
 
 def ledger(options: Options) -> int:

@@ -224,6 +224,12 @@ enum FaVectorFunction { FA_EXP = 0, FA_TANH = 1 };
 FA_EXPORT void fa_cpu_vector_function(int64_t which, int64_t dtype, const void* x, void* y,
                                       int64_t n);
 FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thread on registers
+// For measurements. tasks[phase] = the number of tasks that each of at most FA_PHASES phases has on
+// params.threads threads. With room for their times, runs them in order on this thread, and writes
+// the CPU seconds of the first `room` of them. FaStatus.
+enum { FA_PHASES = 10 };
+FA_EXPORT int64_t fa_cpu_task_times(const struct FaCall* call, int64_t pass, int64_t* tasks,
+                                    double* seconds, int64_t room);
 
 // The CUDA library. No function waits for the GPU, and all may be captured in a CUDA graph once a
 // call outside it has loaded the kernels. Key lengths are clamped to [0, N]; gradients with null

@@ -7,10 +7,10 @@ It is compared with published runs. `page` is results/distributed-simulation.txt
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,8 @@ from fastattn.distributed import cost_model, layout
 from fastattn.distributed.cost_model import UNLIMITED, CallSizes, Cost, Step
 from fastattn.distributed.machines import H100, Machine
 
-FOLDER = Path(__file__).resolve().parents[1] / "results"
+from ..reporting import simulated_page
+
 PAGE, PICTURE = "distributed-simulation.txt", "distributed-simulation.png"
 HEADS, KEY_HEADS, DIM, NODE = 128, 8, 128, 8
 LENGTHS, RANKS = tuple(1 << n for n in range(20, 24)), (8, 64, 512, 4096)
@@ -110,6 +111,10 @@ def prefill(run: Run) -> dict[str, float]:
     products = 2 * PARAMETERS * rows / NODE / H100.flops[torch.bfloat16][0]
     sums = LAYERS * 2 * rows * WIDTH * 2 * 2 * 7 / 8 / H100.near.rate
     return {"attention": LAYERS * attention.seconds, "products": products, "sums": sums}
+
+
+def show(options: argparse.Namespace) -> None:
+    simulated_page.show(options, page(), draw, PAGE, PICTURE)
 
 
 # -- the page --------------------------------------------------------------------------------------

@@ -60,6 +60,41 @@ def test_threads_and_repeats(name, dtype, shape, kind, threads):
                 same(found, first, f"{count} threads, {isa}")
 
 
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [2048, 5001])
+def test_decoding_of_one_row_on_many_threads(heads, dtype, length, threads):
+    """Chunks of keys are shared by all threads, and merged in their order."""
+    problem = build(Dims(1, *heads, 1, length, 32, 32), (), DTYPES[dtype])
+    for isa in variants("cpu", DTYPES[dtype]):
+        with variant(isa):
+            threads(1)
+            first = problem.run(fastattn.attention, backend="cpu")
+            for count in range(2, 17):
+                threads(count)
+                found = problem.run(fastattn.attention, backend="cpu")
+                same(found, first, f"{count} threads, {isa}")
+
+
+WAKES = """
+import os
+import torch
+import fastattn
+torch.set_num_threads(16)
+q, k = torch.randn(1, 8, 1, 128), torch.randn(1, 8, 2048, 128)
+before = len(os.listdir("/proc/self/task"))
+fastattn.attention(q, k, k, backend="cpu")
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads by /proc")
+def test_decoding_of_one_row_wakes_all_threads():
+    """One row has few multiply-adds, but reads 16 MB."""
+    found = subprocess.run([sys.executable, "-c", WAKES], capture_output=True, text=True)
+    assert int(found.stdout) == 15, found.stdout + found.stderr
+
+
 @every_backend
 def test_many_repeats(name, threads):
     """250 repeats: they show a race that goes wrong once in a hundred runs."""

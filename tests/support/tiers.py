@@ -250,6 +250,7 @@ SHARES = {
     "test_bench_commands::test_memory_records_the_reason_of_a_failed_probe": (NONE, NONE),
     "test_bench_commands::test_overhead_measures_small_lengths": (NONE, NONE),
     "test_bench_compiling": (NONE, ALL),
+    "test_core_scaling": (4, ALL),
     "test_bench_gpu": (NONE, 2),
     "test_bench_process": (NONE, 2),
     "test_bench_process::test_a_peer_that_crashes_loses_only_its_own_entry": (NONE, NONE),

@@ -20,7 +20,7 @@ struct Phase {
   void (*run)(const Params& p, int64_t task, char* scratch);
 };
 
-constexpr int kPhases = 10;
+constexpr int kPhases = FA_PHASES;
 
 struct Plan {
   Phase phases[kPhases];

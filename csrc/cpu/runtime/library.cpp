@@ -255,7 +255,8 @@ int64_t run_on_thread(int64_t tasks, size_t scratch_size, Next next, const Run& 
 // Runs tasks in their order: run(task, scratch).
 template <class Run>
 bool run_tasks(int64_t tasks, size_t scratch_size, int64_t threads, const Run& run) {
-  threads = forked ? 1 : std::min(threads, tasks);
+  if (forked || tasks <= 1) threads = 1;
+  if (!kThreadsStay) threads = std::min(threads, tasks);
   if (threads <= 1) {  // counts for itself: atomic operations take a part of a tiny call
     int64_t task = 0;
     return run_on_thread(tasks, scratch_size, [&] { return task++; }, run) == tasks;
@@ -269,16 +270,18 @@ bool run_tasks(int64_t tasks, size_t scratch_size, int64_t threads, const Run& r
 }
 
 // Runs phase `at` of every call, each call's tasks in their order. Waking a thread costs what a
-// million multiply-adds do.
+// million multiply-adds do. All phases have as many threads, so that libgomp ends none
+// that the next call needs again.
 bool run_phase(const Calls& calls, int at) {
   const double worth = 1 + calls.work() / (1 << 20);
-  int64_t threads = calls.threads();
+  int64_t threads = std::min(calls.threads(), calls.most_tasks());
   if (worth < threads) threads = static_cast<int64_t>(worth);
   return run_tasks(calls.tasks(at), calls.scratch(at), threads,
                    [&](int64_t task, char* scratch) { calls.run(at, task, scratch); });
 }
 
-int64_t run_calls(Calls& calls, void* workspace) {
+template <class RunPhase>
+int64_t run_calls(Calls& calls, void* workspace, const RunPhase& run_phase) {
   if (const size_t size = calls.workspace()) {
     if (poisoned) std::memset(workspace, 0xFF, size);
     calls.give_workspace(static_cast<char*>(workspace));
@@ -300,13 +303,14 @@ int64_t bad_values(const Params& p) {
   return p.page && !pages_exist(p) ? FA_BAD_PAGE : FA_OK;
 }
 
-int64_t run_pass(const Params& p, int64_t pass) {
+template <class RunPhase>
+int64_t run_pass(const Params& p, int64_t pass, const RunPhase& run_phase) {
   Calls calls(p, pass, [&](const Params& one) { return make_plan(one, pass); });
   const bool given = p.workspace || !calls.workspace();
   static thread_local ScratchMemory memory;
   void* workspace = given ? p.workspace : memory.get(calls.workspace());
   if (!given && !workspace) return FA_NO_MEMORY;
-  const int64_t status = run_calls(calls, workspace);
+  const int64_t status = run_calls(calls, workspace, run_phase);
   if (!given) memory.trim();
   return status;
 }
@@ -323,15 +327,15 @@ int64_t at_once(const Params& p, int64_t pass) {
 }
 
 int64_t run_sequences(const Params& p, int64_t pass) {
-  if (!p.cu_q || p.B == 0) return run_pass(p, pass);
+  if (!p.cu_q || p.B == 0) return run_pass(p, pass, run_phase);
   const int64_t most = at_once(p, pass);
-  if (p.B <= most) return run_pass(p, pass);
+  if (p.B <= most) return run_pass(p, pass, run_phase);
   int64_t status = FA_OK;
   for (int64_t first = 0; first < p.B && status == FA_OK; first += most) {
     Params some = p;
     begin_at(some, first);
     some.B = std::min(most, p.B - first);
-    status = run_pass(some, pass);
+    status = run_pass(some, pass, run_phase);
   }
   return status;
 }
@@ -366,10 +370,28 @@ int64_t fa_cpu_run(const FaCall* call, int64_t pass) {
   }
 }
 
+int64_t fa_cpu_task_times(const FaCall* call, int64_t pass, int64_t* tasks, double* seconds,
+                          int64_t room) {
+  if (const int64_t status = fa::bad_extent(*call, pass)) return status;
+  fa::Params p{call->params, call->mod};
+  if (const int64_t status = fa::bad_values(p)) return status;
+  int64_t outside = 0, index = 0;
+  p.mod.outside = &outside;
+  return fa::run_pass(p, pass, [&](const fa::Calls& calls, int at) {
+    tasks[at] = calls.tasks(at);
+    if (room == 0) return true;
+    return fa::run_tasks(calls.tasks(at), calls.scratch(at), 1, [&](int64_t task, char* scratch) {
+      const double start = fa::thread_seconds();
+      calls.run(at, task, scratch);
+      if (index < room) seconds[index++] = fa::thread_seconds() - start;
+    });
+  });
+}
+
 int64_t fa_cpu_index(const FaIndexer* p) {
   const fa::IndexerTasks tasks = fa::chosen.load()->isa->indexer_tasks(*p);
   const bool done =
-      fa::run_tasks(tasks.count, tasks.scratch, p->threads,
+      fa::run_tasks(tasks.count, tasks.scratch, std::min(p->threads, tasks.count),
                     [&](int64_t task, char* scratch) { tasks.run(*p, task, scratch); });
   return done ? FA_OK : FA_NO_MEMORY;
 }

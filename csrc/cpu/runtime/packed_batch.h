@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "../../common/item_size.h"
 #include "../base/plan.h"
 #include "../score/sequence.h"
 
@@ -66,9 +67,10 @@ class Calls {
 
   int64_t threads() const { return threads_; }
   int64_t tasks(int at) const { return at < kPhases ? tasks_[at] : 0; }
+  int64_t most_tasks() const { return *std::max_element(tasks_, tasks_ + kPhases); }
   size_t scratch(int at) const { return scratch_[at]; }
   size_t workspace() const { return workspace_; }
-  double work() const { return work_; }  // multiply-adds, at least
+  double work() const { return work_; }
 
   void give_workspace(char* memory) {
     for (Call& call : *this)
@@ -101,8 +103,11 @@ class Calls {
     });
     return order;
   }
+  // A byte of keys and values counts as two multiply-adds, which take as long as reading it from
+  // memory: with few rows, reading is the work.
   static double work_of(const Params& p) {
-    return 1 + double(p.B) * p.H * p.M * p.N * (p.D + p.Dv);
+    const double bytes = double(p.B) * p.Hk * p.N * (p.D + p.Dv) * item_size(p.k.dtype);
+    return 1 + double(p.B) * p.H * p.M * p.N * (p.D + p.Dv) + 2 * bytes;
   }
   Call* begin() { return begin_; }
   Call* end() { return begin_ + count_; }

@@ -16,6 +16,13 @@
 
 namespace fa {
 
+// True if threads wait for the next phase. libgomp ends those that it does not need.
+#if defined(FA_STD_THREADS)
+constexpr bool kThreadsStay = false;
+#else
+constexpr bool kThreadsStay = true;
+#endif
+
 // Calls `work` once on each of so many threads, the caller's among them; returns after the last.
 template <class Work>
 void on_threads(int64_t threads, const Work& work) {
