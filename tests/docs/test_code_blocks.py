@@ -21,6 +21,7 @@ NEEDS = {"guides/models.md": ("transformers", "diffusers")}
 COMMANDS = (
     r"make (?P<target>[\w-]+)( \w+=\S+)*",
     r"python -m (?P<module>[\w.]+)( --?[\w-]+( \w+)?)*",
+    r"numactl( --(cpunodebind=0|membind=0|interleave=all))+ python serve\.py",
     r"pip install (\.|torch|dist/fastattn-\*_\$\(uname -m\)\.whl)( --index-url \S+)?",
 )
 
