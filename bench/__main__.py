@@ -13,6 +13,7 @@ from pathlib import Path
 from . import commands
 from .benchmarks import gpu_session, subnormal_cost, whole_module
 from .cases import DTYPES, PASSES
+from .cpu_engines import command as engine_command
 from .masks import MASKS
 from .measure.machine import avoid_refused_tiles
 from .peers.registry import PEERS
@@ -100,6 +101,9 @@ def _add_measurements(add: Add) -> None:
 
     selected = add("selected", "keys that rows select: beside gathered keys, a mask, products")
 
+    engines = add("engines", "beside vLLM, SGLang, OpenVINO, ONNX Runtime and ggml, on the CPU")
+    engine_command.add_options(engines)
+
     models = add("models", "whole models, fastattn beside sdpa: Llama, Mistral, ViT, an encoder")
     models.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
 
@@ -116,7 +120,7 @@ def _add_measurements(add: Add) -> None:
 
     rows, racing = (
         (decode, few_rows),
-        (*(tiny, serving, flex, latent, selected, models, derivatives, distributed),),
+        (*(tiny, serving, flex, latent, selected, models, derivatives, distributed, engines),),
     )
     for measuring in (sweep, *rows, mha, overhead, memory, targets, subnormals, scaling, *racing):
         measuring.add_argument("--save", action="store_true", help="save in bench/results/")

@@ -35,6 +35,9 @@ from .benchmarks import (
     whole_module,
 )
 from .cases import BACKWARD, BOTH, DTYPES, FORWARD, GRIDS, PASSES, SECONDS, TRAINING, Case, Grid
+from .cpu_engines import command as engine_command
+from .cpu_engines import environments
+from .cpu_engines import report as engine_report
 from .measure import isolated_process, machine, nvidia, precompile, run
 from .peers.registry import BASELINE, SUBJECT, chosen
 from .plots import pictures
@@ -209,6 +212,17 @@ def _of_races(kind: str, options: Options, races: Races, **threads: int) -> int:
     return _finish(result, options)
 
 
+def engines(options: Options) -> int:
+    """Rows are those of bench/cpu_engines/cases.py."""
+    if options.install is not None:
+        return environments.install(options.install)
+    rows, peers = engine_command.chosen(options)
+    with _result("engines", options, "cpu", tuple(DTYPES)) as result:
+        _print(engine_command.measured(rows, peers, options, result))
+    _print(engine_report.summary(result))
+    return _finish(result, options)
+
+
 def models(options: Options) -> int:
     """Rows are races, as in `serving`, at each number of threads."""
     dtypes, lengths = options.dtypes or BOTH, options.lengths or whole_models.LENGTHS
@@ -252,12 +266,7 @@ def distributed(options: Options) -> int:
     return _finish(result, options)
 
 
-def scaling(options: Options) -> int:
-    return core_scaling.show(options)
-
-
-def ledger(options: Options) -> int:
-    return ledger_report.run(options)
+scaling, ledger = core_scaling.show, ledger_report.run
 
 
 def gpu(options: Options) -> int:
@@ -359,6 +368,7 @@ def _compile(process: isolated_process.Process, cases: list[Case], passes: tuple
 def _finish(result: Result, options: Options) -> int:
     _print(console.summary(result))
     races = ("serving", "flex", "latent", "selected", "models", "derivatives", "distributed")
+    races += ("engines",)
     sections = ("tiny", "cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
         # An incomplete run never replaces a committed file.

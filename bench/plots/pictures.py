@@ -9,7 +9,7 @@ from typing import Any
 
 from fastattn.examples.common import new_figure
 
-from . import heatmap, plot_memory, plot_readme, plot_speed
+from . import heatmap, plot_engines, plot_memory, plot_readme, plot_speed
 
 Result = dict[str, Any]
 DPI = 170
@@ -20,6 +20,7 @@ PICTURES: dict[str, Callable[[Result, Callable[..., Any]], Any]] = {
     "": plot_speed.draw,
     "-speedup": heatmap.draw,
     "-memory": plot_memory.draw,
+    "-engines": plot_engines.draw,
 }
 
 

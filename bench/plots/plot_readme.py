@@ -1,5 +1,6 @@
 """The picture of the README: the training speed of each feature relative to torch, a pair of bars
-each, in a panel per machine; and a panel of the extra memory of a call."""
+each, in a panel per machine; inference beside the nearest engine, where engines were measured; and
+the extra memory of a call. Of these engines only torch trains."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..cases import BOTH, TRAINING
+from ..cpu_engines.report import nearest
 from ..masks import DROPOUT_P, WINDOW
 from ..measure.machine import words
 from ..peers.registry import BASELINE, SUBJECT
 from ..reporting.console import speedup_of, timing_of
+from . import plot_engines
 from .plot_speed import COLORS
 
 Record = dict[str, Any]
@@ -25,6 +28,15 @@ NAMES = {
     "dropout": f"dropout {DROPOUT_P}",
 }
 SHADES = dict(zip(BOTH, ("#0b6e4f", "#6fbf9b")))
+# Of the rows of bench/cpu_engines.
+INFERENCE = {
+    "prefill float32 full B1 H4 N2048 D64": "float32, N = 2048",
+    "prefill float32 causal B1 H4 N2048 D64": "float32, causal",
+    "prefill bfloat16 full B1 H4 N2048 D64": "bfloat16",
+    "prefill bfloat16 causal B1 H4 N2048 D64": "bfloat16, causal",
+    "decode float32 B1 H32:8 N4096 D128": "float32, decoding",
+    "decode bfloat16 B1 H32:8 N4096 D128": "bfloat16, decoding",
+}
 BAR = 0.36  # height in rows: a row has a bar for each of two dtypes
 
 
@@ -35,7 +47,8 @@ def draw(results: Sequence[Record], new: Callable[..., Any]) -> Any:
         return None
     tables = [{x["peer"]: x for x in result["memory"] if x["extra_bytes"]} for result in results]
     memory = next((x for x in tables if {SUBJECT, BASELINE} <= x.keys()), None)
-    widths = [3] * len(sweeps) + [1.4] * bool(memory)
+    engines = [x for x in results if x["kind"] == "engines" and _inference(x)]
+    widths = [3] * (len(sweeps) + len(engines)) + [1.4] * bool(memory)
     figure = new(2.0 + 1.15 * sum(widths), 3.8)
     figure.get_layout_engine().set(w_pad=0.12, wspace=0.08)
     axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
@@ -48,6 +61,11 @@ def draw(results: Sequence[Record], new: Callable[..., Any]) -> Any:
         if axis is not axes[0]:
             axis.set_yticklabels([])
     axes[0].legend(loc="lower right", frameon=False, fontsize=9.5)
+    for axis, result in zip(axes[len(sweeps) :], engines):
+        rows_of = _inference(result)
+        plot_engines.bars(axis, list(rows_of.values()), [INFERENCE[x] for x in rows_of], 9)
+        title = f"{words(result['machine'])}:\ninference, nearest engine = 1"
+        axis.set_title(title, fontsize=11, loc="left")
     if memory:
         _memory(axes[-1], memory)
     below = (
@@ -68,6 +86,12 @@ def _ratios(result: Record) -> dict[tuple[str, str], float]:
         (c["mask"], c["dtype"]): q["median"] for c in cells if (q := speedup_of(timing_of(c, 1)))
     }
     return ratios if all((mask, x) in ratios for mask in NAMES for x in BOTH) else {}
+
+
+def _inference(result: Record) -> dict[str, Record]:
+    """The rows of INFERENCE with a nearest engine."""
+    rows = {x["row"]: x for x in result["engines"]}
+    return {name: rows[name] for name in INFERENCE if name in rows and nearest(rows[name])}
 
 
 def _speed(axis: Any, ratios: dict[tuple[str, str], float], rows: Sequence[str]) -> None:

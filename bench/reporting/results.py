@@ -48,6 +48,7 @@ def start(
         "flex": [],
         "latent": [],
         "selected": [],
+        "engines": [],
         "models": [],
         "derivatives": [],
         "distributed": [],

@@ -10,6 +10,7 @@ from typing import Any
 from ..benchmarks.subnormal_cost import FLUSHED
 from ..benchmarks.varlen import raced_name
 from ..cases import BACKWARD, FORWARD
+from ..cpu_engines import report as engines
 from ..measure.machine import words
 from ..peers.registry import BASELINE, SUBJECT
 from .console import beyond, first_threads, ratio_at_limit, speedup_of, spread, timing_of
@@ -299,4 +300,5 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "models": ("models", models),
     "derivatives": ("derivatives", derivatives),
     "distributed": ("distributed", distributed),
+    "engines": ("engines", engines.table),
 }

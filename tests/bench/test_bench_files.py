@@ -46,6 +46,8 @@ def sweep(tmp_path_factory) -> dict:
         for n in (1024, 2048)
         for peer in (SUBJECT, BASELINE)
     ]
+    torchs = {"ms": 2.0, "ratio": {"q1": 1.9, "median": 2.0, "q3": 2.1}, "precision": "float32"}
+    result["engines"] = [{"row": "a row", "width": "float32", "peers": {BASELINE: torchs}}]
     return json.loads(json.dumps(result))
 
 

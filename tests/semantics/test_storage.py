@@ -115,8 +115,7 @@ def near(found, rounded, wide):
     assert torch.equal(found[~number].nan_to_num(), wide[~number].to(found.dtype).nan_to_num())
     if number.any():
         error, other = (
-            (x.double() - wide)[number].nan_to_num(torch.inf).abs().max()
-            for x in (found, rounded)
+            (x.double() - wide)[number].nan_to_num(torch.inf).abs().max() for x in (found, rounded)
         )
         assert error <= 2 * other + 4 * torch.finfo(found.dtype).eps * wide[number].abs().max()
 
