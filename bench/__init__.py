@@ -7,6 +7,7 @@ masks.py cases.py          the measured cases: kinds of mask, sizes, passes, the
 commands.py __main__.py    the commands; their options
 measure                    verification (a call is timed only after it passes), clocks, rounds
 peers                      a registry of ways to compute a case
+cpu_engines                other engines, each in an environment of its own
 benchmarks                 what is measured besides the sweep, a module for each command
 reporting, plots           result files, comparison, printed output, pages; pictures
 static_gpu                 machine code of the GPU kernels, compiled and counted without a GPU

@@ -13,7 +13,8 @@ from typing import Any
 from .environments import ROOT
 from .peers import Peer
 
-LOOP = Path(__file__).parent / "workers" / "worker.py"
+ADAPTERS = Path(__file__).parent / "workers"
+LOOP = ADAPTERS / "worker.py"
 # Of OpenMP, MKL and OpenBLAS. Adapters set the threads of engines with pools of their own.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -29,18 +30,18 @@ class Declined(Failed):
 class Worker:
     """Start the process; `version` is the engine's. Raises Failed if it does not start."""
 
-    def __init__(self, peer: Peer, threads: int, folder: Path = LOOP.parent):
+    def __init__(self, peer: Peer, threads: int):
         environment = os.environ | dict.fromkeys(THREADS, str(threads))
         if peer.environment is None:
             environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
         else:  # nothing of this process's packages is seen
             environment.pop("PYTHONPATH", None)
         python = peer.environment.python if peer.environment else sys.executable
-        command = [str(python), str(LOOP), str(folder), peer.adapter, peer.variant, str(threads)]
+        command = [str(python), str(LOOP), str(ADAPTERS), peer.adapter, peer.variant, str(threads)]
         self.peer, self.errors = peer, tempfile.TemporaryFile()  # noqa: SIM115
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self.errors, env=environment, cwd=folder
+            command, stdin=pipe, stdout=pipe, stderr=self.errors, env=environment, cwd=ADAPTERS
         )
         self.version: str = self._reply()["version"]
 

@@ -249,6 +249,8 @@ SHARES = {
     "test_bench_commands::test_the_simulation_is_near_published_times": (ALL, ALL),
     "test_bench_commands::test_memory_records_the_reason_of_a_failed_probe": (NONE, NONE),
     "test_bench_commands::test_overhead_measures_small_lengths": (NONE, NONE),
+    "test_engines": (4, 3),
+    "test_engines::test_an_installed_engine_has_the_oracles_numbers": (NONE, NONE),
     "test_bench_compiling": (NONE, ALL),
     "test_core_scaling": (4, ALL),
     "test_bench_gpu": (NONE, 2),
