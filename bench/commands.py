@@ -213,7 +213,6 @@ def _of_races(kind: str, options: Options, races: Races, **threads: int) -> int:
 
 
 def engines(options: Options) -> int:
-    """Rows are those of bench/cpu_engines/cases.py."""
     if options.install is not None:
         return environments.install(options.install)
     rows, peers = engine_command.chosen(options)

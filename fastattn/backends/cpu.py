@@ -32,6 +32,7 @@ class Cpu(Launcher):
             COMMON_FEATURES
             | Feature.INVARIANT
             | Feature.QUANTISED
+            | Feature.INT4
             | Feature.TANGENTS
             | Feature.PAGED_GRAD
             | Feature.UNROUNDED
