@@ -106,10 +106,7 @@ bool is_default(PyObject* x, PyObject* value) {
 
 // Reads `causal` and `scale` of the public arguments; kNo if others differ from their defaults.
 Answer scalars_of(PyObject* arguments, PyObject* defaults, Scalars& found) {
-  if (!PyDict_Check(arguments)) {
-    PyErr_SetString(PyExc_TypeError, "expected a dict of arguments");
-    return kError;
-  }
+  if (PyDict_Size(arguments) < 0) return kError;  // no dict
   Py_ssize_t at = 0;
   PyObject *name, *value;  // borrowed
   while (PyDict_Next(arguments, &at, &name, &value)) {
