@@ -16,9 +16,11 @@ import torch
 import fastattn
 from fastattn import api
 from fastattn.backends.native import libraries
+from fastattn.call.int4 import INT4
 from tests.semantics import test_extents
 from tests.semantics.test_extents import CASES as WRITTEN
 from tests.semantics.test_extents import changed, refuse
+from tests.semantics.test_int4 import kept as kept_int4
 from tests.semantics.test_packed import FEW, batch
 from tests.semantics.test_paged import in_pages
 from tests.semantics.test_storage import kept
@@ -532,6 +534,27 @@ every decoded block has the first one's scales: cpu/forward/decode.h: stored
 decoded rows in pages have the first page's scales: cpu/base/matrix_view.h: stored
 -+ pages[n] * scale_apart;
 ++ pages[0] * scale_apart;
+the halves of a byte of four bits are exchanged: cpu/base/quantised.h: stored
+->> (c < 16 ? 0 : 4) & 15;
++>> (c < 16 ? 4 : 0) & 15;
+four bits have no minimum: cpu/base/quantised.h: stored
+-number(scale_and_minimum() & 0xFFFF0000u);
++0.0f;
+four bits have their minimum as scale: cpu/base/quantised.h: stored
+-number(scale_and_minimum() << 16);
++number(scale_and_minimum());
+decoded four bits are of the first block: cpu/base/stored.h: stored
+-const uint8_t* block = &row->bits + Int4Block::bytes_of(c);
++const uint8_t* block = &row->bits + Int4Block::bytes_of(c % 32);
+four bits of many rows are of the first block: cpu/base/quantised.h: stored
+-block{row + (c + i) / Int4Block::columns * Int4Block::bytes};
++block{row};
+four bits of many rows are the first row: cpu/base/matrix_view.h: stored
+-static_cast<const uint8_t*>(data) + at(r + x);
++static_cast<const uint8_t*>(data) + at(r);
+bytes of four bits apart are read as contiguous: cpu/base/matrix_view.h: stored
+-bytes[i] = row[i * step];
++bytes[i] = row[i];
 the last decoded keys repeat another: cpu/forward/few_rows.h: stored
 -std::min(j + x, keys - 1) * k.stride
 +std::min(j + x, keys - 2) * k.stride
@@ -767,18 +790,22 @@ def storage():
         yield "NaN is a number"
 
 
-STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16)
+STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, INT4)
 
 
 def stored():
-    """One row on keys of each type in memory: contiguous, columns apart, and in pages."""
+    """One row on keys of each type in memory, and many on four bits: contiguous, columns apart, and
+    in pages."""
     for dtype in STORED:
         bytes_ = dtype.itemsize == 1
-        made = batch((), torch.float32 if bytes_ else dtype, ((1, 205), (1, 39)), d=33)
-        if bytes_:
+        sizes = ((1, 205), (1, 39), *((40, 30),) * (dtype == INT4))
+        d = 64 if dtype == INT4 else 33
+        made = batch((), torch.float32 if bytes_ else dtype, sizes, d=d)
+        plain = made.given
+        if dtype == INT4:
+            made.given, plain = kept_int4(made)
+        elif bytes_:
             made.given, plain = kept(made, dtype)
-        else:
-            plain = made.given
         wide = {x: y.double() if x in ("q", "k", "v") else y for x, y in plain.items()}
         expected = run_packed(wide, "reference")[0]
         apart = {x: made.given[x].repeat_interleave(2, -1)[..., ::2] for x in "kv"}
