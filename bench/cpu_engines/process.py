@@ -17,6 +17,8 @@ ADAPTERS = Path(__file__).parent / "workers"
 LOOP = ADAPTERS / "worker.py"
 # Of OpenMP, MKL and OpenBLAS. Adapters set the threads of engines with pools of their own.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Threads that wait sleep: a spinning one would add its wait to the CPU time of the work.
+SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 
 class Failed(Exception):
@@ -31,7 +33,7 @@ class Worker:
     """Start the process; `version` is the engine's. Raises Failed if it does not start."""
 
     def __init__(self, peer: Peer, threads: int):
-        environment = os.environ | dict.fromkeys(THREADS, str(threads))
+        environment = os.environ | dict.fromkeys(THREADS, str(threads)) | SLEEPING
         if peer.environment is None:
             environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
         else:  # nothing of this process's packages is seen

@@ -27,6 +27,7 @@ def prepare(sizes: Sizes, tensors: Tensors, threads: int, variant: str) -> Prepa
     node, inputs, outputs = make(sizes, q, k, v)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(
         _model(node, inputs, outputs), options, providers=["CPUExecutionProvider"]
     )
