@@ -224,6 +224,9 @@ enum FaVectorFunction { FA_EXP = 0, FA_TANH = 1 };
 FA_EXPORT void fa_cpu_vector_function(int64_t which, int64_t dtype, const void* x, void* y,
                                       int64_t n);
 FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thread on registers
+// For measurements: the sum of n numbers, read as 1, 2 or 4 streams of addresses on one thread,
+// without those at the end that do not fill a line of each stream.
+FA_EXPORT float fa_cpu_read_sum(const float* x, int64_t n, int64_t streams);
 // For measurements. tasks[phase] = the number of tasks that each of at most FA_PHASES phases has on
 // params.threads threads. With room for their times, runs them in order on this thread, and writes
 // the CPU seconds of the first `room` of them. FaStatus.

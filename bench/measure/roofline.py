@@ -3,14 +3,17 @@
 On a CPU the arithmetic limit is a loop of fused multiply-adds (or bf16 dot products) on registers,
 on one thread, in short bursts. The same loop is also run for a third of a second, enough for a chip
 to lower its clock for wide vectors, and torch's matmul is measured. On a GPU the limit is matmul.
-The memory limit is the fastest rate at which torch reads or copies a buffer. A CPU has several
-sizes, because a small buffer may still be in a cache; the largest is far larger than any cache.
+The memory limit is the fastest rate at which torch reads or copies a buffer; on one thread of a CPU
+also that of loops that read one, two and four streams of addresses. A CPU has several sizes,
+because a small buffer may still be in a cache; the largest is far larger than any cache.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +25,7 @@ from . import timing
 
 BURST_S, BURSTS, SUSTAINED_S = 0.002, 100, 0.3
 MATMUL_SIZE = {"cpu": 512, "cuda": 8192}
+STREAMS = (1, 2, 4)
 BUFFER_BYTES = {"cpu": [mb << 20 for mb in (4, 8, 16, 32, 64, 128, 256)], "cuda": [4 << 30]}
 
 
@@ -90,21 +94,35 @@ def bandwidths(device: str) -> list[dict[str, Any]]:
     return [row for size in BUFFER_BYTES[device] for row in _bandwidths(device, size)]
 
 
+def _loops(x: torch.Tensor) -> dict[str, Callable[[], float]]:
+    """Loops that read x as so many streams of addresses; {} without our kernels."""
+    if libraries.cpu_unavailable():
+        return {}
+    types = ctypes.c_float, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+    read = libraries.cpu().entry("fa_cpu_read_sum", *types)
+    return {
+        f"{streams} streams": functools.partial(read, x.data_ptr(), x.numel(), streams)
+        for streams in STREAMS
+    }
+
+
 def _bandwidths(device: str, size: int) -> list[dict[str, Any]]:
     """Reading: the best of several reductions. Copying: reads and writes together."""
     x = torch.ones(size // 4, device=device)
+    single = _loops(x) if device == "cpu" else {}
     y = torch.empty_like(x)
     ways = {"sum": x.sum, "max": x.amax, "dot": lambda: torch.dot(x, x)}
-    programs: dict[str, timing.Program] = {
-        name: (lambda _, way=way: way(),) for name, way in ways.items()
-    }
-    programs["copy"] = (lambda _: y.copy_(x),)
     rows = []
     for threads, clock in timing.clocks(device):
+        reading = ways | (single if threads == 1 else {})
+        programs: dict[str, timing.Program] = {
+            name: (lambda _, way=way: way(),) for name, way in reading.items()
+        }
+        programs["copy"] = (lambda _: y.copy_(x),)
         with timing.torch_threads(threads), torch.no_grad():
             rounds = timing.interleaved(programs, clock, seconds=0.0)
         best = {name: min(laps[0] for laps in each) for name, each in rounds.items()}
-        read = size / 1e9 / min(best[name] for name in ways)
+        read = size / 1e9 / min(best[name] for name in reading)
         copy = 2 * size / 1e9 / best["copy"]
         rows.append({"threads": threads, "bytes": size, "read_gbs": read, "copy_gbs": copy})
     return rows

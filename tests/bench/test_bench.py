@@ -17,7 +17,7 @@ from bench import commands
 from bench.__main__ import _parser, main
 from bench.cases import BACKWARD, FORWARD, GRIDS, PASSES, PLAIN, TRAINING
 from bench.masks import MASKS, SWEPT
-from bench.measure import machine, timing
+from bench.measure import machine, roofline, timing
 from bench.peers.registry import BASELINE, PEERS, SUBJECT
 from bench.plots import pictures
 from bench.reporting import console, progress, results
@@ -292,3 +292,14 @@ def test_tiles_are_not_measured_without_permission(monkeypatch, announced, statu
     monkeypatch.setattr(machine.subprocess, "run", lambda *a, **o: done)
     assert expected in machine.avoid_refused_tiles()
     assert os.environ.get("ONEDNN_MAX_CPU_ISA", "") == expected
+
+
+@pytest.mark.parametrize("streams", roofline.STREAMS)
+@pytest.mark.parametrize("n", (0, 15, 64, 1000, 4099))
+def test_a_reading_loop_reads_every_line_once(streams, n):
+    """Of numbers 0, 1, 2, 0, ..: those at the end that fill no line of each stream are left out."""
+    x = torch.arange(n, dtype=torch.float32) % 3
+    each = n // streams // 16 * 16
+    if not (loops := roofline._loops(x)):
+        pytest.skip("no kernels for this CPU")
+    assert loops[f"{streams} streams"]() == x[: streams * each].sum()

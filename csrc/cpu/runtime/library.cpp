@@ -10,6 +10,7 @@
 #include "isa_choice.h"
 #include "packed_batch.h"
 #include "platform.h"
+#include "read_sum.h"
 #include "threads.h"
 
 // CMake defines FA_HAS_<set> for each instruction set that it builds besides "generic".
@@ -442,6 +443,10 @@ void fa_cpu_poison(int64_t on) { fa::poisoned = on != 0; }
 
 double fa_cpu_peak(int64_t dtype, double seconds) {
   return fa::chosen.load()->isa->measure_peak(dtype, seconds, fa::thread_seconds);
+}
+
+float fa_cpu_read_sum(const float* x, int64_t n, int64_t streams) {
+  return fa::read_sum(x, n, streams);
 }
 
 void fa_cpu_vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n) {
