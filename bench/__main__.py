@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import commands
-from .benchmarks import gpu_session, subnormal_cost, whole_module
+from .benchmarks import gpu_session, short_calls, subnormal_cost, whole_module
 from .cases import DTYPES, PASSES
 from .cpu_engines import command as engine_command
 from .masks import MASKS
@@ -46,7 +46,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         found = subparsers.add_parser(name, help=text, description=text)
-        found.set_defaults(command=getattr(commands, name))
+        found.set_defaults(command=getattr(commands, name, None))
         names.append(name)
         return found
 
@@ -157,6 +157,13 @@ def _add_others(add: Add) -> None:
     gpu.add_argument("--only", nargs="+", metavar="TEXT", help="parts with TEXT in their names")
     gpu.add_argument("--minutes", type=float, default=gpu_session.MINUTES, help="time limit")
     gpu.add_argument("--output", type=Path, metavar="DIR", help="default: bench/results/gpu")
+
+    short = add("short", "short self-attention: causal over full, and beside torch")
+    short.set_defaults(command=short_calls.command)
+    short.add_argument("--lengths", type=int, nargs="+", metavar="N")
+    short.add_argument("--dims", type=int, nargs="+", metavar="D")
+    short.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
+    short.add_argument("--seconds", type=float, help="timing budget of a line")
 
     compare = add("compare", "two result files, regressions first")
     compare.add_argument("first", type=Path, metavar="A.json")

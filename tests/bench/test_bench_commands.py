@@ -64,6 +64,14 @@ def test_few_rows_are_trained(tmp_path, monkeypatch, capsys):
     assert "M3 N20 full" in capsys.readouterr().out
 
 
+def test_short_compares_causal_with_full(capsys):
+    assert main(["short", "--lengths", "9", "--dims", "8", "--seconds", "0.01"]) == 0
+    (_, line) = capsys.readouterr().out.splitlines()
+    assert line.split()[:3] == ["float32", "8", "9"]
+    ratios = [float(x) for x in line.split()[4:]]
+    assert ratios[1] == 0.56 and all(x > 0 for x in ratios)  # 10 / 18
+
+
 def test_overhead_measures_small_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.benchmarks.tiny_call.SMALL", (1, 4))
     monkeypatch.setattr("bench.benchmarks.launch_overhead.CALLS", 2)

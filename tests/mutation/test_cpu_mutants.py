@@ -169,11 +169,11 @@ padding from the first block: cpu/score/tile.h: padding_mask
 -copy_rows(a, 0, 1, keys.j0, keys.count, scratch
 +copy_rows(a, 0, 1, 0, keys.count, scratch
 a band wrong at one number of vectors: cpu/score/tile.h: band_widths
--hi[l] = R(std::clamp<int64_t>(first + l + p.right, -1
-+hi[l] = R(std::clamp<int64_t>(first + l + p.right + (NV == 2), -1
+-hi = cut(first + v * W + p.right);
++hi = cut(first + v * W + p.right + (NV == 2));
 a band wrong at one width: cpu/score/tile.h: band_widths
--lo[l] = R(std::clamp<int64_t>(first + l - p.left, -1
-+lo[l] = R(std::clamp<int64_t>(first + l - p.left + (p.left == 31), -1
+-lo = cut(first + v * W - p.left), hi
++lo = cut(first + v * W - p.left + (p.left == 31)), hi
 the maximum ignored: cpu/score/tile.h: plain
 -store(m + v * W, top[v]);
 +;
@@ -309,9 +309,45 @@ one head of a task computed: cpu/forward/forward.h: shared_heads
 tasks count heads by key heads: cpu/forward/forward.h: shared_heads
 -hk = at % each / shares(p), end_head
 +hk = at % p.Hk, end_head
-V is not advanced between fetches: cpu/forward/forward.h: shared_heads
--{v.data + c, v.stride}, weights
-+{v.data, v.stride}, weights
+columns of V are those of the first register tile: cpu/forward/forward.h: shared_heads
+-v.data + of.lo / pair * v.stride + c, v.stride
++v.data + of.lo / pair * v.stride, v.stride
+the tail of V begins at its first column: cpu/forward/forward.h: strips
+-({v.data + columns, v.stride}, weights
++({v.data, v.stride}, weights
+the first key of a group of rows lost: cpu/mask/visible_keys.h: strips
+-std::max<int64_t>(lo + i, 0) / 4 * 4;
++(std::max<int64_t>(lo + i, 0) + 1) / 4 * 4;
+the last key of a group of rows lost: cpu/mask/visible_keys.h: strips
+-(std::max<int64_t>(hi + i + n - 1, 0) + 3) / 4 * 4;
++(std::max<int64_t>(hi + i + n - 1, 0) + 2) / 4 * 4;
+a vector that sees nothing sees the last keys: cpu/mask/visible_keys.h: strips
+-return {std::min(first, count), std::min(end, count)};
++return {std::min(first, count / 4 * 4), std::min(end, count)};
+strips end only where a vector begins: cpu/mask/visible_keys.h: strips
+-next = std::min(hi[v], end < NV ? lo[end] : last);
++next = end < NV ? lo[end] : last;
+the first vector of a strip left out: cpu/mask/visible_keys.h: strips
+-while (hi[v] <= j) ++v;
++while (hi[v] <= j + 4 && v + 1 < NV) ++v;
+weights outside of strips are not 0: cpu/forward/forward.h: strips
+-const R outside = p.mod.code ? -kInf<R> : R(0);
++const R outside = -kInf<R>;
+queries of a strip from the first vector: cpu/forward/forward.h: strips
+-st.q + lane, p.D, here,
++st.q, p.D, here,
+scores of a strip in the first vector: cpu/forward/forward.h: strips
+-buf.s + j * T::lanes + lane, T::lanes);
++buf.s + j * T::lanes, T::lanes);
+values of a group of rows from the tile's first key: cpu/forward/forward.h: strips
+-v.data + of.lo / pair * v.stride + c, v.stride
++v.data + c, v.stride
+a tile is divided at its first block: cpu/forward/forward.h: plain
+-keys.end() >= key_range(p, rows.b, rows.i0, rows.end()).hi &&
++keys.end() > 0 &&
+rows without keys keep what memory had: cpu/forward/forward.h: length_edges
+-if (!st.begun) std::fill_n(st.out, rows.count * columns, R(0));
++;
 the last segment omitted: cpu/backward/backward.h: grouped_rows
 -for (int64_t s = 1; s < G::segments(p); ++s)
 +for (int64_t s = 1; s + 1 < G::segments(p); ++s)

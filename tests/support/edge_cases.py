@@ -51,6 +51,25 @@ def band_widths(dtype):
         yield problem
 
 
+def strips(dtype):
+    """Bands that end at the edges of the CPU's vectors of rows, and one to three keys after them. A
+    tile's keys are cut where a vector begins or ends to see them (`Strips` in visible_keys.h)."""
+    # The last row's own key is the last one: the diagonal is 0, 1, 2, 5, 15 and 65 keys off.
+    for m, n in ((37, 37), (40, 41), (33, 35), (40, 45), (33, 48), (66, 131)):
+        for window in (None, (9, 0), (4, 7)):
+            problem = build(Dims(1, 2, 1, m, n, 16, 24), (), dtype)
+            problem.kwargs |= dict(causal="bottom_right", window=window)
+            if window == (4, 7):
+                problem.kwargs["causal"] = False
+            problem.name += f":{m} rows, {n} keys, window {window}"
+            yield negative_logits(problem)
+    # The window of the last rows begins after the last key, in the middle of a group of four.
+    problem = build(Dims(1, 2, 1, 70, 38, 16, 24), (), dtype)
+    problem.kwargs |= dict(window=(9, 0))
+    problem.name += ":rows after the last key"
+    yield negative_logits(problem)
+
+
 def weak_softcap(dtype):
     """A cap far above the scores: tanh is nearly the identity, and its derivative nearly 1."""
     # 37 rows run the kernels of many rows; one query runs those of decoding.
@@ -221,6 +240,7 @@ SLICES = {
     "length_edges": length_edges,
     "far_bands": far_bands,
     "band_widths": band_widths,
+    "strips": strips,
     "weak_softcap": weak_softcap,
     "triangles": triangles,
     "far_draws": far_draws,

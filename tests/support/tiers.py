@@ -82,6 +82,7 @@ SHARES = {
     "test_int4_cache": (4, 2),
     "test_huge_pages": (4, ALL),
     "test_amx": (5, ALL),
+    "test_strips": (11, 3),
     "test_amx_kernels": (5, 3),
     "test_amx_kernels::test_loads_for_each_product": (5, NONE),
     "test_amx::test_a_changed_rule_of_the_model_is_detected": (NONE, 17),

@@ -125,6 +125,27 @@ struct Rescale {  // C = C * factor[lane] + sum
   }
   FA_INLINE Rescale from(int v) const { return {c + v * kLanes<R>, ldc, factor + v * kLanes<R>}; }
 };
+template <class R>
+struct ScaleRows {  // C = sum * factor[r]
+  R* c;
+  int64_t ldc;
+  const R* factor;
+  FA_INLINE void operator()(int64_t r, int v, Vec<R> sum) const {
+    store(c + r * ldc + v * kLanes<R>, sum * splat(factor[r]));
+  }
+  FA_INLINE ScaleRows from(int v) const { return {c + v * kLanes<R>, ldc, factor}; }
+};
+template <class R>
+struct RescaleRows {  // C = C * factor[r] + sum
+  R* c;
+  int64_t ldc;
+  const R* factor;
+  FA_INLINE void operator()(int64_t r, int v, Vec<R> sum) const {
+    R* at = c + r * ldc + v * kLanes<R>;
+    store(at, load(at) * splat(factor[r]) + sum);
+  }
+  FA_INLINE RescaleRows from(int v) const { return {c + v * kLanes<R>, ldc, factor}; }
+};
 
 // sums[r][v] = the products of row r of X with a vector of columns of Y.
 template <class R, int MR, int NV>
@@ -198,7 +219,8 @@ FA_INLINE void product(Broadcast<typename Mul::Element> x, const typename Mul::E
 
 // S[r][lane] = factor * the dot product of row r of X with lane's column of Y, both of `columns`
 // numbers. Long ones are split into equal chains: a chain's error grows with its length, and passes
-// to what follows (exp above all). Pairs hold numbers that are already rounded much more.
+// to what follows (exp above all). Pairs hold numbers that are already rounded much more. Rows of Y
+// and S are `ld` apart: they may be some vectors of a wider tile.
 template <class Mul, int NV>
 struct DotProducts {
   using R = typename Mul::Real;
@@ -206,27 +228,36 @@ struct DotProducts {
   static constexpr int64_t lanes = NV * kLanes<R>, longest = Mul::pair == 1 ? 96 : 256;
 
   static FA_INLINE void run(Broadcast<E> x, const E* y, int64_t columns, int64_t rows, R factor,
-                            R* s) {
+                            R* s, int64_t ld = lanes) {
     const int64_t n = (columns + Mul::pair - 1) / Mul::pair;
-    if (n > longest) return chains(x, y, n, rows, factor, s);
-    product<Mul, Unit::along_k, NV>(x, y, lanes, n, rows, Overwrite<R>{s, lanes, factor});
+    if (n > longest) return chains(x, y, n, rows, factor, s, ld);
+    product<Mul, Unit::along_k, NV>(x, y, ld, n, rows, Overwrite<R>{s, ld, factor});
   }
   // Not inlined: the common case would compile to 2% more instructions. Chain by chain within a
   // register tile's rows: over all rows, X would be read in pieces too short to be prefetched.
   [[gnu::noinline]] static void chains(Broadcast<E> x, const E* y, int64_t n, int64_t rows,
-                                       R factor, R* s) {
+                                       R factor, R* s, int64_t ld) {
     constexpr int64_t most = register_rows(NV);
     const int64_t count = (n + longest - 1) / longest, chain = (n + count - 1) / count;
-    for (; rows > 0; rows -= most, x.data += most * x.stride, s += most * lanes) {
+    for (; rows > 0; rows -= most, x.data += most * x.stride, s += most * ld) {
       const int64_t here = std::min(rows, most);
-      product<Mul, Unit::along_k, NV>(x, y, lanes, chain, here, Overwrite<R>{s, lanes, factor});
+      product<Mul, Unit::along_k, NV>(x, y, ld, chain, here, Overwrite<R>{s, ld, factor});
       for (int64_t k = chain; k < n; k += chain)
-        product<Mul, Unit::along_k, NV>({x.data + k, x.stride}, y + k * lanes, lanes,
-                                        std::min(chain, n - k), here,
-                                        Accumulate<R>{s, lanes, factor});
+        product<Mul, Unit::along_k, NV>({x.data + k, x.stride}, y + k * ld, ld,
+                                        std::min(chain, n - k), here, Accumulate<R>{s, ld, factor});
     }
   }
 };
+
+// Calls f(number of vectors, first column) for register tiles that cover `columns`, a multiple of the
+// vector length, from column c on.
+template <class R, int NV = kRegisterVectors, class F>
+FA_INLINE void each_register_tile(int64_t columns, F f, int64_t c = 0) {
+  for (; c + NV * kLanes<R> <= columns; c += NV * kLanes<R>)
+    f(std::integral_constant<int, NV>{}, c);
+  if constexpr (NV > 1)
+    if (c < columns) each_register_tile<R, NV - 1>(columns, f, c);
+}
 
 // C += factor * X Y for a C of any width: `columns` is a multiple of the vector length.
 template <class Mul, Unit U, int NV = kRegisterVectors>

@@ -1,7 +1,9 @@
 // The forward pass on vectors; csrc/README.md has a drawing. A task is a few tiles of query rows
 // that share each block of keys and values while it is in cache. They are of one head, or of
-// several heads with few rows each and one key head. Q is transposed once; S^T = K Q^T and
-// O^T = V^T P^T then read K and V in place.
+// several heads with few rows each and one key head. Q is transposed once; S^T = K Q^T then reads K
+// in place. Lanes of O are columns, as in memory: O = P V reads V in place, too. Both skip what a
+// band hides, S^T by vectors of rows, O by the rows of a register tile. Columns that do not fill a
+// vector are a tail, O^T = V^T P^T.
 #pragma once
 #include "../base/plan.h"
 #include "../base/scratch.h"
@@ -37,11 +39,15 @@ struct Forward {
     return (group(p) + heads_per_task(p) - 1) / heads_per_task(p);
   }
 
-  struct State {  // one tile of rows across all blocks of keys
-    E* q;         // [D / pair][lanes]
-    R* out;       // [Dv][lanes], not yet divided by l
-    R *m, *l;     // [lanes]
+  struct State {   // one tile of rows across all blocks of keys
+    E* q;          // [D / pair][lanes]
+    R* out;        // [rows][whole(Dv)], not yet divided by l
+    R* tail;       // [Dv - whole(Dv)][lanes], the same
+    R *m, *l;      // [lanes]
+    bool begun;    // out has a sum
+    bool written;  // the call's output has it, divided by l
   };
+  static int64_t whole(int64_t columns) { return columns / kLanes<R> * kLanes<R>; }
   struct Buffers {
     State state[kMostTiles];
     R *s, *rescale;
@@ -53,8 +59,13 @@ struct Forward {
     const int64_t lanes = std::min(kTileRows<R>, round_up(std::max<int64_t>(p.M, 1), kLanes<R>));
     const int64_t keys = std::min(kTileKeys, round_up(std::max<int64_t>(p.N, 1), 4));
     for (int64_t t = 0; t < tiles_per_task(p); ++t)
-      b.state[t] = {take.array<E>((p.D + pair - 1) / pair * lanes), take.array<R>(p.Dv * lanes),
-                    take.array<R>(lanes), take.array<R>(lanes)};
+      b.state[t] = {take.array<E>((p.D + pair - 1) / pair * lanes),
+                    take.array<R>(whole(p.Dv) * lanes),
+                    take.array<R>((p.Dv - whole(p.Dv)) * lanes),
+                    take.array<R>(lanes),
+                    take.array<R>(lanes),
+                    false,
+                    false};
     b.s = take.array<R>(keys * lanes);
     b.rescale = take.array<R>(lanes);
     b.k = take.array<E>(keys * ((p.D + pair - 1) / pair));
@@ -66,10 +77,11 @@ struct Forward {
   }
 
   template <int NV>
-  static void begin(const Params& p, const Rows& rows, const State& st, E* rows_buf) {
+  static void begin(const Params& p, const Rows& rows, State& st, E* rows_buf) {
     constexpr int lanes = NV * kLanes<R>;
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, lanes, st.q, rows_buf);
-    std::fill(st.out, st.out + p.Dv * lanes, R(0));
+    std::fill_n(st.tail, (p.Dv - whole(p.Dv)) * lanes, R(0));
+    st.begun = st.written = false;
     // A sink acts as a first key without a value.
     const R sink =
         p.sinks.data ? read<R>(p.sinks.data, p.sinks.dtype, rows.h * p.sinks.stride[1]) : -kInf<R>;
@@ -82,54 +94,96 @@ struct Forward {
   // loops in a line of code decides a sixth of the time, measured: it is fixed for every build.
   template <int NV, bool ahead = false>
   [[gnu::aligned(64)]] static void attend(const Params& p, const Rows& rows, const Keys& keys,
-                                          int64_t J0, Broadcast<E> k, Broadcast<E> v,
-                                          const State& st, const Buffers& buf) {
+                                          int64_t J0, Broadcast<E> k, Broadcast<E> v, State& st,
+                                          const Buffers& buf) {
     using T = Tile<R, NV>;
     k.data += (keys.j0 - J0) * k.stride;
     v.data += (keys.j0 - J0) / pair * v.stride;
-    const int64_t hk = key_head(p, rows.h), step = ahead ? 16 : keys.count;
+    const int64_t hk = key_head(p, rows.h);
+    const SeenKeys seen = SeenKeys::of(p, rows, keys);
+    // A score_mod may read any score.
+    const auto strips = p.mod.code ? Strips<R, NV>::whole(keys.count) : Strips<R, NV>::of(seen);
     T::prefetch_mask(p, rows, keys);
-    for (int64_t j = 0; j < keys.count; j += step) {
-      const int64_t here = std::min(step, keys.count - j);
-      if (ahead) prefetch(values_of(p, rows.b, hk), keys.j0 + j, here, p.Dv);
-      DotProducts<Mul, NV>::run({k.data + j * k.stride, k.stride}, st.q, p.D, here, R(p.scale),
-                                buf.s + j * T::lanes);
-    }
-    T::score(p, rows, keys, buf.s, nullptr, buf.score);
-    T::online_softmax(keys.count, buf.s, st.m, st.l, buf.rescale);
+    strips.each([&](int64_t j, int64_t end, int vector, auto n) {
+      const int64_t step = ahead ? 16 : end - j, lane = vector * kLanes<R>;
+      for (; j < end; j += step) {
+        const int64_t here = std::min(step, end - j);
+        if (ahead) prefetch(values_of(p, rows.b, hk), keys.j0 + j, here, p.Dv);
+        DotProducts<Mul, n>::run({k.data + j * k.stride, k.stride}, st.q + lane, p.D, here,
+                                 R(p.scale), buf.s + j * T::lanes + lane, T::lanes);
+      }
+    });
+    // Outside of the strips, where a register tile of rows may see a key, P is 0.
+    const R outside = p.mod.code ? -kInf<R> : R(0);
+    T::score(p, rows, keys, buf.s, nullptr, buf.score, nullptr, outside);
+    T::online_softmax(strips, buf.s, st.m, st.l, buf.rescale);
     if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);
     const E* weights = Op::tile_across(buf.s, keys.count, T::lanes, buf.p);
-    const int64_t columns = ahead ? 16 : p.Dv, next = keys.end();
-    for (int64_t c = 0, j = 0; c < p.Dv; c += columns) {
-      if (ahead) {
-        const int64_t share = kTileKeys * columns / p.Dv + 1;
-        prefetch(keys_of(p, rows.b, hk), next + j, std::min(share, p.N - next - j), p.D);
-        j += share;
-      }
-      product<Mul, Unit::along_r, NV>({v.data + c, v.stride}, weights, T::lanes,
-                                      (keys.count + pair - 1) / pair, std::min(columns, p.Dv - c),
-                                      Rescale<R>{st.out + c * T::lanes, T::lanes, buf.rescale});
+    const int64_t columns = whole(p.Dv);
+    if (columns < p.Dv)
+      product<Mul, Unit::along_r, NV>({v.data + columns, v.stride}, weights, T::lanes,
+                                      (keys.count + pair - 1) / pair, p.Dv - columns,
+                                      Rescale<R>{st.tail, T::lanes, buf.rescale});
+    RescaleRows<R> out{st.out, columns, buf.rescale};
+    if (!st.begun) {
+      // All keys of the tile are here: its sums are divided and written as they are made.
+      const Plane to = plane(p.out, rows.b, rows.h);
+      st.written =
+          keys.end() >= key_range(p, rows.b, rows.i0, rows.end()).hi && readable_in_place<R>(to);
+      if (st.written) out.c = const_cast<R*>(in_place<R>(to, rows.i0)), out.ldc = to.row;
+      for (int l = 0; l < T::lanes; ++l) buf.rescale[l] = st.written ? inverse(st.l[l]) : R(1);
     }
+    int64_t next = keys.end();
+    each_register_tile<R>(columns, [&](auto n, int64_t c) {
+      constexpr int64_t most = register_rows(n);
+      for (int64_t r = 0; r < rows.count; r += most) {
+        if (ahead && next < p.N) {
+          const int64_t share = kTileKeys * most / rows.count + 1;
+          prefetch(keys_of(p, rows.b, hk), next, std::min(share, p.N - next), p.D);
+          next += share;
+        }
+        const int64_t here = std::min(most, rows.count - r);
+        const KeyRange of = seen.by(r, here);
+        const auto add = [&](auto to) {
+          product<Mul, Unit::along_r, n>({weights + of.lo / pair * T::lanes + r, T::lanes},
+                                         v.data + of.lo / pair * v.stride + c, v.stride,
+                                         (of.hi - of.lo + pair - 1) / pair, here, to);
+        };
+        R* const at = out.c + r * out.ldc + c;
+        if (!st.begun)
+          add(ScaleRows<R>{at, out.ldc, out.factor + r});
+        else if (!of.empty())
+          add(RescaleRows<R>{at, out.ldc, out.factor + r});
+      }
+    });
+    st.begun = true;
   }
+  static FA_INLINE R inverse(R l) { return l == R(0) ? R(0) : R(1) / l; }
 
   template <int NV>
   static void finish(const Params& p, const Rows& rows, const State& st) {
-    constexpr int lanes = NV * kLanes<R>;
+    const int64_t columns = whole(p.Dv);
+    const Plane to = plane(p.out, rows.b, rows.h);
+    if (!st.begun) std::fill_n(st.out, rows.count * columns, R(0));
     for (int64_t i = 0; i < rows.count; ++i) {
-      const R l = st.l[i];
-      write_normaliser(p, rows.b, rows.h, rows.i0 + i, st.m[i], l);
-      st.l[i] = l == R(0) ? R(0) : R(1) / l;
+      write_normaliser(p, rows.b, rows.h, rows.i0 + i, st.m[i], st.l[i]);
+      st.l[i] = inverse(st.l[i]);
+      if (st.written) continue;
+      R* out = st.out + i * columns;
+      for (int64_t c = 0; c < columns; c += kLanes<R>)
+        store(out + c, load(out + c) * splat(st.l[i]));
+      write_row(const_cast<void*>(to.data), to.dtype, to.at(rows.i0 + i), to.step, columns, out);
     }
-    if (p.Dv > 0)
-      write_transposed(st.out, lanes, st.l, plane(p.out, rows.b, rows.h), rows.i0, rows.count, 0,
-                       p.Dv);
+    if (columns < p.Dv)
+      write_transposed(st.tail, NV * kLanes<R>, st.l, to, rows.i0, rows.count, columns,
+                       p.Dv - columns);
   }
 
   // Tiles with rows in [begin_row, end_row) against all keys: `each_tile` calls its argument with
   // the number of vectors, rows and state of each.
   template <class EachTile>
   static void over_keys(const Params& p, int64_t b, int64_t hk, int64_t begin_row, int64_t end_row,
-                        const Buffers& buf, EachTile each_tile) {
+                        Buffers& buf, EachTile each_tile) {
     const KeyRange seen = key_range(p, b, begin_row, end_row);
     // Few rows wait for memory. Measured: prefetching makes float32 up to 1.6 times as fast; where
     // keys are converted on the way, or with more rows, it costs as much as it gains.
@@ -138,23 +192,23 @@ struct Forward {
     UnmaskedKeys<kMostTiles> visible;
     do {
       const auto each = [&](auto f) {
-        each_tile([&](auto nv, const Rows& rows, const State& st) {
+        each_tile([&](auto nv, const Rows& rows, State& st) {
           if (visible.due(&st - buf.state)) f(nv, rows, st, &st - buf.state);
         });
       };
-      each([&](auto nv, const Rows& rows, const State& st, int64_t) {
+      each([&](auto nv, const Rows& rows, State& st, int64_t) {
         begin<decltype(nv)::value>(p, rows, st, buf.rows);
       });
       for (int64_t J0 = seen.lo / kTileKeys * kTileKeys; J0 < seen.hi; J0 += kTileKeys) {
         bool any = false;
-        each([&](auto, const Rows& rows, const State&, int64_t t) {
+        each([&](auto, const Rows& rows, State&, int64_t t) {
           any |= visible.find(t, p, rows, visible_keys<Mul>(p, rows, J0));
         });
         if (!any) continue;
         const int64_t count = std::min(J0 + kTileKeys, seen.hi) - J0;
         const Broadcast<E> k = Op::along(keys_of(p, b, hk), J0, count, p.D, buf.k);
         const Broadcast<E> v = Op::across(values_of(p, b, hk), J0, count, p.Dv, false, buf.v);
-        each([&](auto nv, const Rows& rows, const State& st, int64_t t) {
+        each([&](auto nv, const Rows& rows, State& st, int64_t t) {
           const Keys& keys = visible.of[t];
           if (keys.count <= 0) return;
           if constexpr (pair == 1)
@@ -163,13 +217,12 @@ struct Forward {
           attend<decltype(nv)::value>(p, rows, keys, J0, k, v, st, buf);
         });
       }
-      each([&](auto, const Rows& rows, const State& st, int64_t t) {
+      each([&](auto, const Rows& rows, State& st, int64_t t) {
         visible.check_skipped(t, p, rows, st.m);
       });
     } while (visible.again());
-    each_tile([&](auto nv, const Rows& rows, const State& st) {
-      finish<decltype(nv)::value>(p, rows, st);
-    });
+    each_tile(
+        [&](auto nv, const Rows& rows, State& st) { finish<decltype(nv)::value>(p, rows, st); });
   }
 
   static void run(const Params& p, int64_t task, char* scratch) {

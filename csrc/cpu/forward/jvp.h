@@ -118,7 +118,7 @@ struct Jvp {
     const Broadcast<R> k = along(keys_of(p, rows.b, hk), buf.k);
     DotProducts<Mul, NV>::run(k, buf.q, p.D, n, R(p.scale), buf.s);
     T::score(p, rows, keys, buf.s, buf.derivative, buf.score, buf.second);
-    T::online_softmax(n, buf.s, buf.m, buf.l, buf.rescale);
+    T::online_softmax(Strips<R, NV>::whole(n), buf.s, buf.m, buf.l, buf.rescale);
     if (buf.s_t) {
       Broadcast<R> k_t{};
       if (buf.k_t) k_t = along(key_tangents_of(p, rows.b, hk), buf.k_t);

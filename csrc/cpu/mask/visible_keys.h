@@ -34,6 +34,61 @@ FA_INLINE Keys visible_keys(const Params& p, const Rows& rows, int64_t J0,
   return {lo, std::max<int64_t>(hi - lo, 0)};
 }
 
+// What a band leaves of a tile's keys to some of its rows: from the tile's first key on, and in whole
+// groups of four keys, which no pair or quad of bfloat16 reaches across.
+struct SeenKeys {
+  int64_t lo, hi, count;  // of the tile's first row, in the band without ends; the tile's keys
+  static FA_INLINE SeenKeys of(const Params& p, const Rows& rows, const Keys& keys) {
+    const int64_t at = rows.i0 + diagonal(p, rows.b) - keys.j0;
+    return {at - p.left, at + p.right + 1, keys.count};
+  }
+  // Of rows [i, i + n) of the tile.
+  FA_INLINE KeyRange by(int64_t i, int64_t n) const {
+    const int64_t first = std::max<int64_t>(lo + i, 0) / 4 * 4;
+    const int64_t end = (std::max<int64_t>(hi + i + n - 1, 0) + 3) / 4 * 4;
+    return {std::min(first, count), std::min(end, count)};
+  }
+};
+
+// The keys of a tile in strips, each of them seen by other vectors of the tile's NV vectors of rows.
+// A band moves on from row to row, so its ends never fall from one vector to the next, and the
+// vectors that see a key are adjacent.
+template <class R, int NV>
+struct Strips {
+  int64_t lo[NV], hi[NV];  // the keys of each vector
+  static FA_INLINE Strips whole(int64_t keys) {
+    Strips all;
+    for (int v = 0; v < NV; ++v) all.lo[v] = 0, all.hi[v] = keys;
+    return all;
+  }
+  static FA_INLINE Strips of(const SeenKeys& seen) {
+    Strips all;
+    for (int v = 0; v < NV; ++v) {
+      const KeyRange keys = seen.by(v * kLanes<R>, kLanes<R>);
+      all.lo[v] = keys.lo, all.hi[v] = keys.hi;
+    }
+    return all;
+  }
+  // Calls f(first key, end, first vector, number of vectors as a constant) for each strip, in order.
+  template <class F>
+  FA_INLINE void each(F f) const {
+    const int64_t last = hi[NV - 1];
+    for (int64_t j = lo[0], next; j < last; j = next) {
+      int v = 0, end = NV;
+      while (hi[v] <= j) ++v;
+      while (lo[end - 1] > j) --end;
+      next = std::min(hi[v], end < NV ? lo[end] : last);
+      if (v < end) with_count<NV>(end - v, [&](auto n) { f(j, next, v, n); });
+    }
+  }
+  template <int N, class F>
+  static FA_INLINE void with_count(int n, F f) {
+    if constexpr (N > 1)
+      if (n < N) return with_count<N - 1>(n, f);
+    f(std::integral_constant<int, N>{});
+  }
+};
+
 // The classes of the mask's numbers for these rows and keys, as one set. If the mask was not
 // classified, it is scanned if there are few rows (or one row for all queries, padding); else the
 // result is kOther.

@@ -139,19 +139,33 @@ struct Tile {
       with_mask(a, rows, keys, s, scratch, [](V x, V add) { return x + add; });
   }
 
-  static void band(const Params& p, const Rows& rows, const Keys& keys, R* s) {
-    // The keys of this tile that each lane sees, [lo, hi]: cut to the tile while they are
-    // integers, because far positions are no exact numbers in R.
-    R lo[lanes], hi[lanes];
+  // -inf where the band hides a key; `outside` in groups of four keys that a vector does not see, the
+  // ones that are not in its strips. Only keys at the band's ends are compared lane by lane.
+  static void band(const Params& p, const Rows& rows, const Keys& keys, R* s, R outside) {
+    V lane;
+    for (int l = 0; l < W; ++l) lane[l] = R(l);
     const int64_t first = rows.i0 + diagonal(p, rows.b) - keys.j0;
-    for (int64_t l = 0; l < lanes; ++l) {
-      lo[l] = R(std::clamp<int64_t>(first + l - p.left, -1, kTileKeys));
-      hi[l] = R(std::clamp<int64_t>(first + l + p.right, -1, kTileKeys));
+    for (int v = 0; v < NV; ++v) {
+      // The keys of this tile that the vector's first lane sees, [lo, hi]: cut to the tile while they
+      // are integers, because far positions are no exact numbers in R.
+      const auto cut = [&](int64_t j) { return std::clamp<int64_t>(j, -W, kTileKeys); };
+      const int64_t lo = cut(first + v * W - p.left), hi = cut(first + v * W + p.right);
+      const V low = lane + R(lo), high = lane + R(hi);
+      const auto until = [&](int64_t from, int64_t end, auto f) {
+        end = std::min(end, keys.count);
+        for (R* at = s + from * lanes + v * W; from < end; ++from, at += lanes) f(R(from), at);
+        return from;
+      };
+      const auto hide = [&](R, R* at) { store(at, splat(outside)); };
+      const auto compare = [&](R j, R* at) {
+        store(at, (j >= low) & (j <= high) ? load(at) : splat(-kInf<R>));
+      };
+      int64_t j = until(0, std::max<int64_t>(lo, 0) / 4 * 4, hide);
+      j = until(j, lo + W - 1, compare);
+      j = std::max(j, std::min(hi + 1, keys.count));  // all lanes see those between
+      j = until(j, (std::max<int64_t>(hi + W, 0) + 3) / 4 * 4, compare);
+      until(j, keys.count, hide);
     }
-    each(keys.count, s, [&](int64_t j, int v, V x) {
-      const auto seen = (R(j) >= load(lo + v * W)) & (R(j) <= load(hi + v * W));
-      return seen ? x : splat(-kInf<R>);
-    });
   }
 
   static bool masked(const Params& p, const Rows& rows, const Keys& keys) {
@@ -175,9 +189,9 @@ struct Tile {
            !(p.mod.code && !ScoreMod<R>::plain(p, rows, keys));
   }
   // Scaled products to scores, -inf where a row may not look. `derivative` and `second` (of the
-  // scores by the scaled products, the first and the second one) may be null.
+  // scores by the scaled products, the first and the second one) may be null. `outside`: see `band`.
   static void score(const Params& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
-                    const ScoreScratch<R>& scratch, R* second = nullptr) {
+                    const ScoreScratch<R>& scratch, R* second = nullptr, R outside = -kInf<R>) {
     const typename ScoreMod<R>::Call mod{p,          rows, keys, lanes, {s, derivative, second},
                                          scratch.mod};
     if (scratch.products) std::copy_n(s, keys.count * lanes, scratch.products);
@@ -186,7 +200,7 @@ struct Tile {
     if (p.slopes.data) alibi(p, rows, keys, s);
     if (masked(p, rows, keys)) mask(p, rows, keys, s, scratch);
     if (p.mod.code) ScoreMod<R>::mask(mod);
-    if (banded(p, rows, keys)) band(p, rows, keys, s);
+    if (banded(p, rows, keys)) band(p, rows, keys, s, outside);
     if (p.mod.code) ScoreMod<R>::check(mod);
   }
 
@@ -237,15 +251,15 @@ struct Tile {
   }
 
   // One step of the online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022,
-  // Algorithm 1): s becomes exp(s - m), m and l are updated, and `rescale` is the factor for sums
-  // under the old maximum.
-  static void online_softmax(int64_t keys, R* s, R* m, R* l, R* rescale) {
+  // Algorithm 1): in each strip s becomes exp(s - m), m and l are updated, and `rescale` is the
+  // factor for sums under the old maximum.
+  static void online_softmax(const Strips<R, NV>& strips, R* s, R* m, R* l, R* rescale) {
     V top[NV], sum[NV], pivot[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) top[v] = load(m + v * W);
-    for (int64_t j = 0; j < keys; ++j)
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) top[v] = max_or_second(load(s + j * lanes + v * W), top[v]);
+    strips.each([&](int64_t j, int64_t end, int v, auto n) {
+      largest<n>(end - j, s + j * lanes + v * W, top + v);
+    });
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       // A row that has seen nothing keeps 0 for its pivot: -inf - (-inf) is NaN.
@@ -255,15 +269,35 @@ struct Tile {
       store(m + v * W, top[v]);
       sum[v] = V{};
     }
-    for (int64_t j = 0; j < keys; ++j)
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        const V e = exp(V(load(s + j * lanes + v * W) - pivot[v]));
-        sum[v] += e;
-        store(s + j * lanes + v * W, e);
-      }
+    strips.each([&](int64_t j, int64_t end, int v, auto n) {
+      exponentials<n>(end - j, s + j * lanes + v * W, pivot + v, sum + v);
+    });
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) store(l + v * W, load(l + v * W) * load(rescale + v * W) + sum[v]);
+  }
+  // For N vectors of each key.
+  template <int N>
+  static FA_INLINE void largest(int64_t keys, const R* s, V* top) {
+    V here[N];
+    std::copy_n(top, N, here);
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) here[v] = max_or_second(load(s + j * lanes + v * W), here[v]);
+    std::copy_n(here, N, top);
+  }
+  template <int N>
+  static FA_INLINE void exponentials(int64_t keys, R* s, const V* pivot, V* sum) {
+    V top[N], here[N];
+    std::copy_n(pivot, N, top);
+    std::copy_n(sum, N, here);
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) {
+        const V e = exp(V(load(s + j * lanes + v * W) - top[v]));
+        here[v] += e;
+        store(s + j * lanes + v * W, e);
+      }
+    std::copy_n(here, N, sum);
   }
 
   // s becomes the probabilities exp(s - lse - tail), in this order: first the large numbers cancel.
