@@ -57,14 +57,14 @@ def strips(dtype):
     # The last row's own key is the last one: the diagonal is 0, 1, 2, 5, 15 and 65 keys off.
     for m, n in ((37, 37), (40, 41), (33, 35), (40, 45), (33, 48), (66, 131)):
         for window in (None, (9, 0), (4, 7)):
-            problem = build(Dims(1, 2, 1, m, n, 16, 24), (), dtype)
+            problem = build(Dims(1, 2, 1, m, n, 16, 23), (), dtype)
             problem.kwargs |= dict(causal="bottom_right", window=window)
             if window == (4, 7):
                 problem.kwargs["causal"] = False
             problem.name += f":{m} rows, {n} keys, window {window}"
             yield negative_logits(problem)
     # The window of the last rows begins after the last key, in the middle of a group of four.
-    problem = build(Dims(1, 2, 1, 70, 38, 16, 24), (), dtype)
+    problem = build(Dims(1, 2, 1, 70, 30, 16, 23), (), dtype)
     problem.kwargs |= dict(window=(9, 0))
     problem.name += ":rows after the last key"
     yield negative_logits(problem)
