@@ -11,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import commands
-from .benchmarks import gpu_session, short_calls, subnormal_cost, whole_module
+from .benchmarks import gpu_session, short_calls, storage_error, subnormal_cost, whole_module
 from .cases import DTYPES, PASSES
 from .cpu_engines import command as engine_command
 from .masks import MASKS
 from .measure.machine import avoid_refused_tiles
 from .peers.registry import PEERS
 from .static_gpu import ledger_cases
+
+Command = Callable[[argparse.Namespace], int]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,9 +46,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     names = []
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
+    def add(name: str, text: str, command: Command | None = None) -> argparse.ArgumentParser:
         found = subparsers.add_parser(name, help=text, description=text)
-        found.set_defaults(command=getattr(commands, name, None))
+        found.set_defaults(command=command or getattr(commands, name))
         names.append(name)
         return found
 
@@ -55,7 +57,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     return parser, names
 
 
-Add = Callable[[str, str], argparse.ArgumentParser]
+Add = Callable[..., argparse.ArgumentParser]
 
 
 def _add_measurements(add: Add) -> None:
@@ -150,6 +152,10 @@ def _add_others(add: Add) -> None:
     ledger.add_argument("--workers", type=int, default=2, help="compilers at a time (default: 2)")
     ledger.add_argument("--accept", action="store_true", help="make these counts the budget")
 
+    errors = "outputs of keys and values in eight and four bits, beside ggml's and KIVI's"
+    storage = add("storage_error", errors, storage_error.command)
+    storage.add_argument("--save", action="store_true", help="save in bench/results/")
+
     gpu = add("gpu", "the first hour with a GPU: build, tests, sanitizers, measurements, one page")
     gpu.add_argument(
         "--rehearse", action="store_true", help="run without a GPU; the default if there is none"
@@ -158,8 +164,8 @@ def _add_others(add: Add) -> None:
     gpu.add_argument("--minutes", type=float, default=gpu_session.MINUTES, help="time limit")
     gpu.add_argument("--output", type=Path, metavar="DIR", help="default: bench/results/gpu")
 
-    short = add("short", "short self-attention: causal over full, and beside torch")
-    short.set_defaults(command=short_calls.command)
+    text = "short self-attention: causal over full, and beside torch"
+    short = add("short", text, short_calls.command)
     short.add_argument("--lengths", type=int, nargs="+", metavar="N")
     short.add_argument("--dims", type=int, nargs="+", metavar="D")
     short.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))

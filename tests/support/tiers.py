@@ -81,6 +81,7 @@ SHARES = {
     "test_int4_errors": (4, ALL),
     "test_int4_cache": (4, 2),
     "test_huge_pages": (4, ALL),
+    "test_storage_error": (NONE, 2),
     "test_amx": (5, ALL),
     "test_strips": (11, 3),
     "test_amx_kernels": (5, 3),
