@@ -35,6 +35,7 @@ def plain():
         "of one item": x[:1],
         "empty": x[:, :, :0],
         "of bools": x > 0,
+        "of bytes": (x > 0).byte(),
         "of integers": torch.arange(6),
         "of one dimension": torch.randn(3),
         "of two": torch.randn(2, 3),
