@@ -19,7 +19,7 @@ from torch import Tensor
 INT4: torch.dtype = torch.uint8  # of tensors with rows of blocks
 BLOCK, BLOCK_BYTES = 32, 20
 NUMBERS = BLOCK // 2  # the bytes of a block that have the numbers
-MOST = torch.finfo(torch.bfloat16).max
+MOST, FLOAT32 = (torch.finfo(dtype).max for dtype in (torch.bfloat16, torch.float32))
 
 
 def row_bytes(columns: int) -> int:
@@ -43,17 +43,16 @@ def quantised_int4(x: Tensor) -> Tensor:
     """
     x = x if x.dtype == torch.float64 else x.float()
     x = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    largest, smallest = x.amax(-1), x.amin(-1)
+    smallest, largest = x.aminmax(dim=-1)
     minimum = _rounded(smallest, -math.inf)
     scale = _rounded((largest - minimum) / 15, math.inf)
-    spans = (minimum.float() + 15 * scale.float()).isfinite() & (largest <= MOST)
-    scale = scale.masked_fill(~spans, torch.nan)
-    counts = (scale > 0)[..., None]
-    steps = (x - minimum[..., None]) / scale[..., None]
-    n = torch.where(counts, steps.round().clamp(0, 15), 0).to(torch.uint8)
-    low, high = n.split(NUMBERS, -1)
+    spans = (minimum.float() + 15 * scale.float() <= FLOAT32) & (largest <= MOST)
+    scale = torch.where(spans, scale, torch.nan)
+    steps = (x - minimum[..., None]).div_(scale[..., None])
+    n = steps.round_().clamp_(0, 15).nan_to_num_(0.0)  # NaN: of scale 0 or NaN
+    low, high = n.to(torch.uint8).split(NUMBERS, -1)
     factors = torch.stack((scale, minimum), -1).view(torch.uint8)
-    return torch.cat((low | high << 4, factors), -1).flatten(-2)
+    return torch.cat((low.add(high, alpha=16), factors), -1).flatten(-2)
 
 
 def dequantised_int4(x: Tensor, dtype: torch.dtype) -> Tensor:

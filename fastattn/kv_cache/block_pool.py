@@ -108,7 +108,10 @@ class Pool:
                 for name, x in given.items()
             }
         if self.k.dtype == INT4:
-            return {name: quantised_int4(x) for name, x in given.items()}
+            if len({x.shape for x in given.values()}) > 1:
+                return {name: quantised_int4(x) for name, x in given.items()}
+            both = quantised_int4(torch.stack(list(given.values())))
+            return dict(zip(given, both))
         found = {}
         for name, x in given.items():
             found[name], found[f"{name}_scale"] = quantised(x, self.k.dtype)
