@@ -87,7 +87,7 @@ MOST_DECODED = 16  # rows of a sequence, of those that the CPU's kernels may dec
 
 
 def rows_decoded(name, made):
-    """(T,) bool: the rows of few-row sequences, whose numbers in eight bits are not rounded."""
+    """(T,) bool: the rows of sequences that may be decoded, where eight bits are not rounded."""
     decoded = torch.zeros(len(made.given["q"]), dtype=torch.bool)
     wide = made.given["q"].dtype == torch.float64
     if name == "cpu" and not wide and not made.given.get("row_invariant"):
