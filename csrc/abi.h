@@ -50,8 +50,8 @@ struct FaParams {
   struct FaTensor slopes;    // (B,H,1,1), same dtype as lse: ALiBi
   struct FaTensor sinks;     // (1,H,1,1), same dtype as lse: one more logit in the denominator
   struct FaTensor k_scale;   // (B,Hk,N,1) float32, for k and v in eight bits: each row times its
-  struct FaTensor v_scale;   // scale is rounded to q's dtype, but not by the CPU's decoding; in
-                             // pages like k and v
+  struct FaTensor v_scale;   // scale is rounded to q's dtype, but not where the CPU decodes on
+                             // vectors; in pages like k and v
   struct FaTensor lse;       // (B,H,M,2) float32, or float64 for float64 inputs: the LSE, and
                              // at stride[3] after it, what its rounding cut off
 
@@ -229,7 +229,8 @@ FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thr
 FA_EXPORT float fa_cpu_read_sum(const float* x, int64_t n, int64_t streams);
 // For measurements. tasks[phase] = the number of tasks that each of at most FA_PHASES phases has on
 // params.threads threads. With room for their times, runs them in order on this thread, and writes
-// the CPU seconds of the first `room` of them. FaStatus.
+// the CPU seconds of the first `room` of them. The sequences of a packed
+// batch are one run, of any number. FaStatus.
 enum { FA_PHASES = 10 };
 FA_EXPORT int64_t fa_cpu_task_times(const struct FaCall* call, int64_t pass, int64_t* tasks,
                                     double* seconds, int64_t room);

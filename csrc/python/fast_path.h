@@ -331,10 +331,11 @@ PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
   Key key;
   DLTensor d[3];
   if (answer == kYes) answer = key.set(args[0], given);
+  // First: a mode of torch would see what the others read of tensors.
+  if (answer == kYes) answer = not_(acts_on_calls(path));
   if (answer == kYes) answer = not_(needs_gradient(path, tensors));
   for (int i = 0; i < 3 && answer == kYes; ++i)
     answer = is_memory(tensors[i], d[i]) ? key.set(i, d[i]) : kNo;
-  if (answer == kYes) answer = not_(acts_on_calls(path));
   for (int i = 0; i < 3 && answer == kYes; ++i)
     answer = static_cast<Answer>(is_not_negated(tensors[i]));
   if (answer == kError) return nullptr;

@@ -4,9 +4,9 @@
 Quantisation is symmetric, with one float32 scale per row. The scale maps the row's largest absolute
 value to the largest number of the storage dtype. The value of a row is its numbers times its scale,
 computed in float32 (float64 for float64) and rounded to the dtype that attention computes in.
-Kernels read that value, so results have the bits of a call on rows stored in that dtype. Decoding
-on the CPU does not round it: it multiplies sums of numbers by the scale, which is faster and errs
-less.
+Kernels read that value, so results have the bits of a call on rows stored in that dtype. Where the
+CPU decodes a few rows on vectors it does not round the value: it multiplies sums of numbers by the
+scale, which is faster and errs less.
 """
 
 from __future__ import annotations

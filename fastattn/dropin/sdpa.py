@@ -135,6 +135,7 @@ def _prepare_fast(
     q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any
 ) -> fast_path.Prepared | None:
     """For calls that differ in no more than a scale from those that need no checks."""
+    q, k, v = (x.detach() for x in (q, k, v))  # the plan is for tensors and parameters
     if type(causal) is not bool or not _is_ordinary(q, k, v):
         return None
     _check_scalars(0.0, scale)

@@ -228,6 +228,36 @@ def test_other_calls_take_the_general_path(ran, name):
     torch.testing.assert_close(found.detach().as_subclass(torch.Tensor), expected)
 
 
+@pytest.mark.parametrize(
+    "call", (fastattn.attention, fastattn.scaled_dot_product_attention), ids=lambda x: x.__name__
+)
+def test_a_mode_sees_the_call_and_nothing_else(ran, call):
+    """The path reads nothing of tensors, not even requires_grad, while a mode is active."""
+    seen = []
+
+    class Recording(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    given = plain()
+    with Recording():
+        call(*given)
+    fast, seen[:] = list(seen), []
+    with general(), Recording():
+        call(*given)
+    assert fast == seen and len(seen) == 1
+
+
+def test_a_call_with_a_parameter_leaves_its_path_to_tensors(ran):
+    """One plan is for both: the first call decides nothing about the other type."""
+    q, k, v = (torch.randn(1, 3, 5, 24) for _ in range(3))
+    with torch.no_grad():
+        for first in (torch.nn.Parameter(q), q):
+            fastattn.scaled_dot_product_attention(first, k, v)
+    assert ran == [True, True]
+
+
 def test_autocast_takes_the_general_path(ran):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fastattn.attention(*plain()).dtype == torch.bfloat16

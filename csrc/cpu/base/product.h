@@ -91,8 +91,8 @@ struct Broadcast {
   int64_t stride;  // the one that is not 1
 };
 
-// How a sum is stored; `from` begins at another vector of columns. Each starts from zero and is combined with C only at the end: two levels of
-// summation err less than one long chain, at no cost.
+// How a sum is stored. A sum starts from zero and is combined with C only at the end: two levels of
+// summation err less than one long chain, at no cost. `from(v)` begins at vector v of columns.
 template <class R>
 struct Overwrite {  // C = sum * factor
   R* c;
@@ -133,7 +133,6 @@ struct ScaleRows {  // C = sum * factor[r]
   FA_INLINE void operator()(int64_t r, int v, Vec<R> sum) const {
     store(c + r * ldc + v * kLanes<R>, sum * splat(factor[r]));
   }
-  FA_INLINE ScaleRows from(int v) const { return {c + v * kLanes<R>, ldc, factor}; }
 };
 template <class R>
 struct RescaleRows {  // C = C * factor[r] + sum
@@ -144,7 +143,6 @@ struct RescaleRows {  // C = C * factor[r] + sum
     R* at = c + r * ldc + v * kLanes<R>;
     store(at, load(at) * splat(factor[r]) + sum);
   }
-  FA_INLINE RescaleRows from(int v) const { return {c + v * kLanes<R>, ldc, factor}; }
 };
 
 // sums[r][v] = the products of row r of X with a vector of columns of Y.
@@ -249,8 +247,8 @@ struct DotProducts {
   }
 };
 
-// Calls f(number of vectors, first column) for register tiles that cover `columns`, a multiple of the
-// vector length, from column c on.
+// Calls f(number of vectors, first column) for register tiles that cover `columns`, a multiple of
+// the vector length, from column c on.
 template <class R, int NV = kRegisterVectors, class F>
 FA_INLINE void each_register_tile(int64_t columns, F f, int64_t c = 0) {
   for (; c + NV * kLanes<R> <= columns; c += NV * kLanes<R>)

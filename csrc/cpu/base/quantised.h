@@ -1,6 +1,6 @@
 // Reads rows of eight and of four bits as numbers. Eight bits are multiplied by the row's scale,
 // four by that of their block, and rounded to the dtype that the call computes in. So kernels read
-// the numbers that rows in that dtype would have. Decoding does not round them: stored.h.
+// the numbers that rows in that dtype would have. Decoding on vectors does not round them: stored.h.
 #pragma once
 #include "convert.h"
 

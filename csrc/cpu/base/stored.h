@@ -56,7 +56,7 @@ constexpr int64_t stored_size(int64_t columns) {
 // Vectors that are best read one after the other: those of a block share its scale.
 template <class S>
 constexpr int kVectorsAtOnce = is_int4<S> ? 2 : 1;
-// Steps of so many vectors in a cache line.
+// How many steps of kVectorsAtOnce vectors a cache line has.
 template <class S>
 constexpr int kStepsOfLine = is_int4<S> ? 2 : std::max<int>(1, 64 / sizeof(S) / kLanes<float>);
 template <>

@@ -34,10 +34,12 @@ FA_INLINE Keys visible_keys(const Params& p, const Rows& rows, int64_t J0,
   return {lo, std::max<int64_t>(hi - lo, 0)};
 }
 
-// What a band leaves of a tile's keys to some of its rows: from the tile's first key on, and in whole
-// groups of four keys, which no pair or quad of bfloat16 reaches across.
+// What a band leaves of a tile's keys to some of its rows, in whole groups of four keys: no pair or
+// quad of bfloat16 reaches across two groups.
 struct SeenKeys {
-  int64_t lo, hi, count;  // of the tile's first row, in the band without ends; the tile's keys
+  // The ends of the band of the tile's first row, relative to the tile's first key and not cut to the
+  // tile; the number of the tile's keys.
+  int64_t lo, hi, count;
   static FA_INLINE SeenKeys of(const Params& p, const Rows& rows, const Keys& keys) {
     const int64_t at = rows.i0 + diagonal(p, rows.b) - keys.j0;
     return {at - p.left, at + p.right + 1, keys.count};
@@ -50,7 +52,8 @@ struct SeenKeys {
   }
 };
 
-// The keys of a tile in strips, each of them seen by other vectors of the tile's NV vectors of rows.
+// The keys of a tile in strips, each of them seen by other vectors of the tile's NV vectors of
+// rows.
 // A band moves on from row to row, so its ends never fall from one vector to the next, and the
 // vectors that see a key are adjacent.
 template <class R, int NV>
@@ -69,7 +72,8 @@ struct Strips {
     }
     return all;
   }
-  // Calls f(first key, end, first vector, number of vectors as a constant) for each strip, in order.
+  // Calls f(first key, end, first vector, number of vectors as a constant) for each strip, in
+  // order.
   template <class F>
   FA_INLINE void each(F f) const {
     const int64_t last = hi[NV - 1];

@@ -238,10 +238,15 @@ class ScratchMemory {
 bool forked = false;
 [[maybe_unused]] const int at_fork = at_fork_of_child([] { forked = true; });
 
+ScratchMemory& memory_of_thread() {
+  static thread_local ScratchMemory memory;
+  return memory;
+}
+
 // Runs the tasks that next() gives, on this thread: run(task, scratch). Returns their number.
 template <class Next, class Run>
 int64_t run_on_thread(int64_t tasks, size_t scratch_size, Next next, const Run& run) {
-  static thread_local ScratchMemory memory;
+  ScratchMemory& memory = memory_of_thread();
   char* scratch = scratch_size ? memory.get(scratch_size) : nullptr;
   if (scratch_size && !scratch) return 0;  // the other threads take its share
   int64_t done = 0;
@@ -264,6 +269,7 @@ bool run_tasks(int64_t tasks, size_t scratch_size, int64_t threads, const Run& r
   }
   std::atomic<int64_t> next{0}, done{0};
   on_threads(threads, [&] {
+    if (next.load(std::memory_order_relaxed) >= tasks) return;  // no memory for nothing
     done += run_on_thread(
         tasks, scratch_size, [&] { return next.fetch_add(1, std::memory_order_relaxed); }, run);
   });
@@ -378,7 +384,7 @@ int64_t fa_cpu_task_times(const FaCall* call, int64_t pass, int64_t* tasks, doub
   if (const int64_t status = fa::bad_values(p)) return status;
   int64_t outside = 0, index = 0;
   p.mod.outside = &outside;
-  return fa::run_pass(p, pass, [&](const fa::Calls& calls, int at) {
+  const auto run = [&](const fa::Calls& calls, int at) {
     tasks[at] = calls.tasks(at);
     if (room == 0) return true;
     return fa::run_tasks(calls.tasks(at), calls.scratch(at), 1, [&](int64_t task, char* scratch) {
@@ -386,7 +392,12 @@ int64_t fa_cpu_task_times(const FaCall* call, int64_t pass, int64_t* tasks, doub
       calls.run(at, task, scratch);
       if (index < room) seconds[index++] = fa::thread_seconds() - start;
     });
-  });
+  };
+  try {
+    return fa::run_pass(p, pass, run);
+  } catch (const std::bad_alloc&) {
+    return FA_NO_MEMORY;
+  }
 }
 
 int64_t fa_cpu_index(const FaIndexer* p) {

@@ -139,8 +139,9 @@ struct Tile {
       with_mask(a, rows, keys, s, scratch, [](V x, V add) { return x + add; });
   }
 
-  // -inf where the band hides a key; `outside` in groups of four keys that a vector does not see, the
-  // ones that are not in its strips. Only keys at the band's ends are compared lane by lane.
+  // -inf where the band hides a key, and `outside` in the groups of four keys that no lane of a
+  // vector sees: they are in none of its strips. Only keys at the band's ends are compared lane by
+  // lane.
   static void band(const Params& p, const Rows& rows, const Keys& keys, R* s, R outside) {
     V lane;
     for (int l = 0; l < W; ++l) lane[l] = R(l);
@@ -158,7 +159,7 @@ struct Tile {
       };
       const auto hide = [&](R, R* at) { store(at, splat(outside)); };
       const auto compare = [&](R j, R* at) {
-        store(at, (j >= low) & (j <= high) ? load(at) : splat(-kInf<R>));
+        store(at, ((j >= low) & (j <= high)) ? load(at) : splat(-kInf<R>));
       };
       int64_t j = until(0, std::max<int64_t>(lo, 0) / 4 * 4, hide);
       j = until(j, lo + W - 1, compare);
