@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .encoder_layer import TransformerEncoderLayer
 from .multihead import MultiheadAttention, always_call_forward
 
 # Set on modules that convert swapped: revert does not touch modules built as MultiheadAttention.
@@ -60,6 +61,8 @@ def convert(model: nn.Module) -> Conversion:
     """Make every plain torch.nn.MultiheadAttention in `model` a fused one, in place.
 
     Only modules of exactly the type nn.MultiheadAttention are swapped; `model` itself may be one.
+    An nn.TransformerEncoderLayer around one becomes a subclass that calls its submodules as
+    before, and in inference on CPUs computes what they do in fewer steps.
 
     Some libraries look modules up by exact type and skip the swapped ones, mostly without a
     warning. torch.ao.quantization.prepare quantizes only their output projection. Opacus accepts
@@ -135,7 +138,18 @@ def _swap(
             swapped.append(name)
         else:
             left[name] = reason
+    match_layers(model)
     return Conversion(tuple(swapped), left, note)
+
+
+def match_layers(model: nn.Module) -> None:
+    """Give each encoder layer the class that fits its self_attn: ours if that was converted."""
+    for module in model.modules():
+        kind = type(module)
+        if kind is nn.TransformerEncoderLayer or kind is TransformerEncoderLayer:
+            attention = module._modules.get("self_attn")
+            ours = type(attention) is MultiheadAttention and _MARK in vars(attention)
+            module.__class__ = TransformerEncoderLayer if ours else nn.TransformerEncoderLayer
 
 
 def _is_attention(module: nn.Module) -> bool:

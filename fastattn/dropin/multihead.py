@@ -193,10 +193,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if isinstance(query, torch.fx.Proxy):
             torch_function.refuse(self)
-        _check_mask_kinds(key_padding_mask, attn_mask)
+        check_mask_kinds(key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             if not nested.is_jagged(query):
-                _check_hint(is_causal, attn_mask)
+                check_hint(is_causal, attn_mask)
             masks = key_padding_mask, attn_mask
             asked = need_weights, average_attn_weights, is_causal
             return nested_heads.forward(self, query, key, value, masks, *asked)
@@ -206,7 +206,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batched = F._mha_shape_check(  # ty: ignore  (private: torch's own checks and texts)
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
-        _check_hint(is_causal, attn_mask)
+        check_hint(is_causal, attn_mask)
         if not batched:
             query, key, value = _one_for_one(lambda x: x[None], query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
@@ -371,7 +371,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
 
 
-def _check_mask_kinds(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
+def check_mask_kinds(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if mask is not None:
             need_dense(name, mask)
@@ -386,7 +386,7 @@ def _check_mask_kinds(key_padding_mask: Tensor | None, attn_mask: Tensor | None)
     )
 
 
-def _check_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
+def check_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
     if is_causal and attn_mask is None:
         raise RuntimeError(
             "Need attn_mask if specifying the is_causal hint. "

@@ -43,6 +43,7 @@ def converted(module: nn.Module) -> Generator[tuple[str, ...]]:
     finally:
         for name in swapped:
             conversion.revert(module.get_submodule(name))
+        conversion.match_layers(module)
 
 
 def wants_weights(*args: Any, **kwargs: Any) -> bool:

@@ -118,6 +118,7 @@ def test_overloads_are_found():
 
 # Private names that saved files contain: if one moves, its old module keeps an alias.
 PRIVATE = {
+    "fastattn.dropin.encoder_layer TransformerEncoderLayer",  # of a converted model
     "fastattn.dropin.multihead always_call_forward",  # a hook
     "fastattn.kv_cache.cache Items",
     "fastattn.kv_cache.block_pool Pool",
