@@ -1,10 +1,10 @@
 """Whole models with and without fastattn: how much of a kernel's speed-up a user gets.
 
 Llama-like and Mistral-like models of four layers and a ViT-B/16 of transformers, "fastattn" against
-"sdpa"; and six of torch's encoder layers, torchvision's ViT-B/16 and OpenCLIP's ViT-B/32 (these two
-if `make test-all` has installed them), converted and not. Weights are random. Both results are
-compared before either is timed: logits of unpadded positions, in training the loss and a gradient,
-and tokens in float32 only, because rounding may choose other tokens in bfloat16.
+"sdpa"; and one and six of torch's encoder layers, torchvision's ViT-B/16 and OpenCLIP's ViT-B/32
+(these two if `make test-all` has installed them), converted and not. Weights are random. Both
+results are compared before either is timed: logits of unpadded positions, in training the loss and
+a gradient, and tokens in float32 only, because rounding may choose other tokens in bfloat16.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from .varlen import Race
 
 LENGTHS = (1024, 2048)
 TOKENS, BATCH, WINDOW = 64, 4, 256
+LAYER_BATCHES, LAYER_LENGTHS = (1, 8), (32, 64, 128, 197)  # of an encoder layer as in ViT-B
 SECONDS = 2.0
 SIZES = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8)
 SIZES |= dict(num_key_value_heads=2, head_dim=64, vocab_size=1024, pad_token_id=0)
 PLAIN_AIM, AIM = 1.0, 1.3  # AIM is for windows or padding
+LAYER_AIM = 1.05
 
 Results = Callable[[], Sequence[Tensor]]
 
@@ -92,6 +94,10 @@ def _others(dtype: str, scale: float) -> Iterator[Entry]:
         for padded in (False, True):
             at, aim = ("encoder, padded", AIM) if padded else ("encoder", PLAIN_AIM)
             yield at, what, aim, functools.partial(_encoder, dtype, what, padded, scale)
+    for batch in LAYER_BATCHES:
+        for n in LAYER_LENGTHS:
+            make = functools.partial(_layer, dtype, batch, n, scale)
+            yield f"encoder layer, B = {batch}, N = {n}", FORWARD, LAYER_AIM, make
     if dtype != "float32":
         yield from _under_autocast(dtype, scale)
 
@@ -215,6 +221,20 @@ def _encoder(
             model.eval()
             return lambda: [torch.no_grad()(out)()]
         return lambda: _step(model, lambda: _loss(out()))
+
+    return results(ours), results(other), True
+
+
+def _layer(dtype: str, batch: int, n: int, scale: float) -> tuple[Results, Results, bool]:
+    torch.manual_seed(0)
+    other = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True)
+    other = other.to(DTYPES[dtype]).eval()
+    ours = copy.deepcopy(other)
+    fastattn.convert(ours)
+    x = torch.randn(batch, max(4, int(n * scale)), 768, dtype=DTYPES[dtype])
+
+    def results(model: nn.Module) -> Results:
+        return lambda: [torch.inference_mode()(model)(x)]
 
     return results(ours), results(other), True
 

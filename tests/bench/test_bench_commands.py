@@ -203,7 +203,7 @@ def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     only = "Mistral, N = 1024, padded", "encoder", "under autocast"
     result = run(tmp_path, "models", *given, "--only", *only)
     rows, optional = result["models"], sum(map(optional_deps.found, ("torchvision", "open_clip")))
-    assert len(rows) == 2 * (3 + 4) + 2 + optional, rows
+    assert len(rows) == 2 * (3 + 4 + 8) + 2 + optional, rows
     assert all(row["status"] == "ok" for row in rows), rows
     assert len(list(results_page.models([result]))) == 2 + len(rows)
 

@@ -303,6 +303,8 @@ SHARES = {
     "test_sdpa_layout::test_compiled": (6, 2),
     "test_sdpa_layout::test_layouts": (5, 3),
     "test_multihead": (5, 2),
+    "test_encoder_layer": (7, 2),
+    "test_encoder_layer::test_changed_submodules_are_called": (ALL, ALL),
     "test_nn_transformer": (5, 2),
     "test_nn_conversion": (5, 2),
     "test_nn_decoding": (5, 2),
