@@ -2,8 +2,8 @@
 
 torch's layer has fused steps in eval mode only where it may bypass the forward of its self_attn,
 which `convert` prevents. This class has such steps around our attention. Heads are views of one
-projection, products accumulate onto the residual, and the layer's own tensors change in place.
-The products are those of the submodules, so results differ by rounding only.
+projection, the activation and the residuals change the products in place, and a product of few rows
+has the weight as its first factor. Its rounding may differ; other results have the same bits.
 
 Every other call is torch's forward, which calls the submodules: in training, with a gradient,
 under autocast, while torch traces or transforms, with nested tensors, and if a submodule is not of
@@ -124,26 +124,16 @@ def _attended(
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, in a new tensor, which is the transpose of a contiguous one if the rows are few.
-
-    In float32 the bias is added to the product: F.linear copies it to every row first, and the
-    product then reads it from memory. In 16 bits that would round twice.
-    """
-    if x.dtype != torch.float32:
+    """F.linear, in a new tensor, which is the transpose of a contiguous one if the rows are few."""
+    if not _are_few(x):
         return F.linear(x, weight, bias)
-    if _are_few(x):
-        y = torch.mm(weight, x.t().contiguous())
-        return (y if bias is None else y.add_(bias[:, None])).t()
-    y = torch.mm(x, weight.t())
-    return y if bias is None else y.add_(bias)
+    y = torch.mm(weight, x.t().contiguous())
+    return (y if bias is None else y.add_(bias[:, None])).t()
 
 
 def _added(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
     """x + linear(y), in a new tensor."""
-    weight, bias = linear.weight, linear.bias
-    if _are_few(x):
-        return _product(y, weight, bias).contiguous().add_(x)
-    return (x.clone() if bias is None else x + bias).addmm_(y, weight.t())
+    return _product(y, linear.weight, linear.bias).contiguous().add_(x)
 
 
 def _are_few(x: Tensor) -> bool:
