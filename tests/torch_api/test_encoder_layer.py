@@ -99,7 +99,7 @@ def test_any_number_of_rows_errs_as_the_submodules_do(rows, dtype, linear_calls)
             theirs, in_double = submodules_result(module, x), copy.deepcopy(module).double()
             exact = submodules_result(in_double, x.double())
             torch.testing.assert_close(in_double(x.double()), exact)
-        if rows == 200 or dtype != torch.float32:
+        if dtype != torch.float32:
             assert torch.equal(got, theirs)
         error, others = ((y.double() - exact).abs().max() for y in (got, theirs))
         assert error <= 1.5 * others + 2 * torch.finfo(dtype).eps
