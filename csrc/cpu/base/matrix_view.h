@@ -165,9 +165,8 @@ struct Later {
   static constexpr char kNothing[64] = {};  // a null address would be looked up each time
   const char* data = kNothing;
   int64_t row = 0, size = 0;  // in bytes
-  FA_INLINE void ask(int64_t r, int64_t c) const {
-    __builtin_prefetch(data + r * row + c * size, 0, 2);
-  }
+  FA_INLINE const char* at(int64_t r, int64_t c) const { return data + r * row + c * size; }
+  FA_INLINE void ask(int64_t r, int64_t c) const { __builtin_prefetch(at(r, c), 0, 2); }
   // Rows [r, r + rows) of A, of `columns` items; if they are not at one distance, prefetches them
   // at once.
   static FA_INLINE Later of(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {

@@ -79,7 +79,7 @@ struct FewRows {
   static void products_of(Broadcast<S> k, int64_t keys, int64_t columns, const E* q, R factor, R* s,
                           const Later& later) {
     constexpr int KEYS = kKeys / ROWS, UNITS = kVectorsAtOnce<S>;
-    constexpr int share = std::min(kStepsOfLine<S>, KEYS);  // prefetches each line once
+    constexpr int share = std::min({kStepsOfLine<S>, KEYS, 4});  // prefetches each line once
     constexpr int64_t step = UNITS * kLanes<E>;
     const int64_t n = elements(columns), ldq = padded(columns);
     const int64_t whole = n / step * step;
@@ -87,28 +87,34 @@ struct FewRows {
       const S* key[KEYS];
       for (int x = 0; x < KEYS; ++x) key[x] = k.data + std::min(j + x, keys - 1) * k.stride;
       Vec<R> sum[kKeys] = {};
-      const auto add = [&](int64_t c, auto units, auto read) {
+      // `ahead` is one of the lines to prefetch; the others are `share` rows apart.
+      const auto add = [&](int64_t c, const char* ahead, auto units, auto read) {
         Vec<E> x[units], y[ROWS][units];
-        const int64_t turn = c / step % share;
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r)
           for (int u = 0; u < units; ++u) y[r][u] = load(q + r * ldq + c + u * kLanes<E>);
 #pragma GCC unroll 16
         for (int i = 0; i < KEYS; ++i) {
           read(key[i], c, x);
-          if (i % share == 0) later.ask(j + i + turn, stored_size<S>(c - turn * step));
+          if (i % share == 0) __builtin_prefetch(ahead + i * later.row, 0, 2);
 #pragma GCC unroll 4
           for (int r = 0; r < ROWS; ++r)
             for (int u = 0; u < units; ++u)
               sum[r * KEYS + i] = Mul::fma(sum[r * KEYS + i], x[u], y[r][u]);
         }
       };
-      int64_t c = 0;
-      for (; c < whole; c += step)
-        add(c, std::integral_constant<int, UNITS>{},
+      const auto add_whole = [&](int64_t c, const char* ahead) {
+        add(c, ahead, std::integral_constant<int, UNITS>{},
             [](const S* row, int64_t at, auto& to) { numbers(row, at, to); });
+      };
+      int64_t c = 0;
+      for (; c + share * step <= whole; c += share * step)
+#pragma GCC unroll 4
+        for (int turn = 0; turn < share; ++turn)
+          add_whole(c + turn * step, later.at(j + turn, stored_size<S>(c)));
+      for (; c < whole; c += step) add_whole(c, later.at(j, stored_size<S>(c)));
       if (c < n)
-        add(c, std::integral_constant<int, 1>{},
+        add(c, later.at(j, stored_size<S>(c)), std::integral_constant<int, 1>{},
             [&](const S* row, int64_t at, auto& to) { last_numbers(row, at, n - at, to); });
       Vec<R> sums[kKeys / W];
 #pragma GCC unroll 16
