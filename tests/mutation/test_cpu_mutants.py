@@ -565,11 +565,11 @@ decoded values have the scales of keys: cpu/forward/decode.h: stored
 -multiply(keys.count, buf.v_scales, buf.s
 +multiply(keys.count, buf.k_scales, buf.s
 every decoded block has the first one's scales: cpu/forward/decode.h: stored
--from[a.scale_at(keys.j0 + j)]
-+from[a.scale_at(j)]
+-a.each_scale(keys.j0, keys.count,
++a.each_scale(0, keys.count,
 decoded rows in pages have the first page's scales: cpu/base/matrix_view.h: stored
--+ pages[n] * scale_apart;
-++ pages[0] * scale_apart;
+-pages[n] * scale_apart : 0,
++pages[0] * scale_apart : 0,
 the halves of a byte of four bits are exchanged: cpu/base/quantised.h: stored
 ->> (c < 16 ? 0 : 4) & 15;
 +>> (c < 16 ? 4 : 0) & 15;

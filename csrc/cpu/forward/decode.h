@@ -152,8 +152,7 @@ struct Decode {
   };
   // The scales of a block's rows, 0 past the last.
   static void read_scales(const KeyPlane& a, const Keys& keys, R* to) {
-    const float* from = static_cast<const float*>(a.scale.data);
-    for (int64_t j = 0; j < keys.count; ++j) to[j] = from[a.scale_at(keys.j0 + j)] * S::factor;
+    a.each_scale(keys.j0, keys.count, [&](int64_t j, float by) { to[j] = by * S::factor; });
     std::fill(to + keys.count, to + round_up(keys.count, Few::kPadded), R(0));
   }
   static void multiply(int64_t keys, const R* by, R* row) {
