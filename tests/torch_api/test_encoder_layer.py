@@ -72,8 +72,16 @@ MASKS = {
 }
 
 
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "ReLU in place": nn.ReLU(inplace=True),
+    "GELU": nn.GELU(),
+}
+
+
 @pytest.mark.parametrize("options", LAYERS, ids=str)
-@pytest.mark.parametrize("activation", [F.relu, F.gelu, nn.ReLU(inplace=True), nn.GELU()], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 def test_the_result_is_that_of_the_submodules(masks, activation, options, linear_calls):
