@@ -17,6 +17,7 @@ the extension all do.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..call.spec import Options, Tensors
 from . import context_parallel
 from .dispatcher import _observers
 from .operation import plan
+from .torch_function import SUBSYSTEMS
 
 Prepared = tuple[Tensors, Options]
 # (q, k, v, causal, scale) -> what `api.prepare` returns, or None to take the general path.
@@ -39,11 +41,7 @@ Path = tuple[Any, ...]  # `Path` in fast_path.h
 # Functions, each with what it returns while its subsystem is inactive. The last is a setting of
 # sdpa_kernel(...), on which the memory layout of the results of torch's functions depends.
 _STATES: tuple[Any, ...] = (
-    *(torch._C._len_torch_function_stack, 0),
-    *(torch._C._len_torch_dispatch_stack, 0),
-    *(torch._C._get_tracing_state, None),
-    *(torch._C._are_functorch_transforms_active, False),
-    *(torch._C._is_any_autocast_enabled, False),
+    *itertools.chain.from_iterable(SUBSYSTEMS),
     *(torch.autograd._profiler_enabled, False),
     *(_observers.__len__, 0),
     *(torch._C._get_flash_sdp_enabled, True),

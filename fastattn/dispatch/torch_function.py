@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
 
 is_overridden = has_torch_function_variadic  # 30 ns for three tensors
@@ -22,6 +23,22 @@ is_overridden = has_torch_function_variadic  # 30 ns for three tensors
 # a subclass's __torch_function__ without noticing that torch has turned that off there.
 is_compiling = torch.compiler.is_compiling
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # the cheaper check
+# Functions of the subsystems that see, record or transform calls, each with what it returns while
+# its subsystem is inactive.
+SUBSYSTEMS: tuple[tuple[Any, Any], ...] = (
+    (torch._C._len_torch_function_stack, 0),
+    (torch._C._len_torch_dispatch_stack, 0),
+    (torch._C._get_tracing_state, None),
+    (torch._C._are_functorch_transforms_active, False),
+    (torch._C._is_any_autocast_enabled, False),
+)
+
+
+def acts_on_calls() -> bool:
+    """True if one of SUBSYSTEMS is active, or forward-mode differentiation."""
+    return forward_ad._current_level >= 0 or any(
+        function() != inactive for function, inactive in SUBSYSTEMS
+    )
 
 
 def handle(function: Any, given: tuple, *rest: Any, **named: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules import module as module_globals
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -172,12 +171,7 @@ def _is_plain_inference(layer: nn.Module, src: Any) -> bool:
         and src.numel() > 0
         and torch.backends.mha.get_fastpath_enabled()
         and not torch.compiler.is_compiling()
-        and not torch._C._is_any_autocast_enabled()
-        and torch._C._get_tracing_state() is None
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and not torch_function.acts_on_calls()
         and not module_globals._global_forward_pre_hooks
         and not module_globals._global_forward_hooks
     )

@@ -79,13 +79,15 @@ class Model:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("page_size", PAGES)
-def test_any_sequence_of_changes(page_size):
-    chance = random.Random(page_size or 0)
-    models = [Model(page_size, grow=True)]
-    for step in range(60):
+CHANGES = ("append", "append", "packed", "fork", "evict", "truncate", "free")
+
+
+def check_changes(first, chance, steps, kept, changes=CHANGES, **given):
+    """Check the newest `kept` models, with so many rows, after each of some random changes."""
+    models = [first]
+    for step in range(steps):
         model = chance.choice(models)
-        what = chance.choice(["append", "append", "packed", "fork", "evict", "truncate", "free"])
+        what = chance.choice(changes)
         counts = [chance.randrange(len(x) + 1) for x in model.rows]
         if what == "append":
             model.append([chance.randrange(6)] * len(model.rows))
@@ -100,9 +102,14 @@ def test_any_sequence_of_changes(page_size):
         elif step % 3 == 0:
             model.cache.free([0])
             model.rows[0] = []
-        for x in models[-4:]:
-            x.check(rows=1 + step % 3)
-        del models[:-4]
+        for x in models[-kept:]:
+            x.check(rows=1 + step % 3, **given)
+        del models[:-kept]
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_any_sequence_of_changes(page_size):
+    check_changes(Model(page_size, grow=True), random.Random(page_size or 0), 60, 4)
 
 
 @pytest.mark.parametrize("page_size", PAGES)

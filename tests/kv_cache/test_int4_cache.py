@@ -12,7 +12,7 @@ import fastattn
 from fastattn import KVCache, mla
 from fastattn.call.int4 import dequantised_int4, quantised_int4
 from fastattn.call.spec import Feature
-from tests.kv_cache.test_cache import HK, B, H, Model
+from tests.kv_cache.test_cache import HK, B, H, Model, check_changes
 from tests.semantics.test_int4 import every_backend
 from tests.support.backends import declares, not_interpreted
 
@@ -61,27 +61,7 @@ class Stored(Model):
 def test_any_sequence_of_changes(name, page_size):
     declares(name, torch.float32, Feature.INT4)
     chance = random.Random(page_size or 0)
-    models = [Stored(page_size, grow=True)]
-    for step in range(30):
-        model = chance.choice(models)
-        what = chance.choice(["append", "append", "packed", "fork", "evict", "truncate", "free"])
-        counts = [chance.randrange(len(x) + 1) for x in model.rows]
-        if what == "append":
-            model.append([chance.randrange(6)] * len(model.rows))
-        elif what == "packed":
-            model.append([chance.randrange(9) for _ in model.rows])
-        elif what == "fork":
-            models.append(model.forked(chance))
-        elif what == "evict":
-            model.evict(counts)
-        elif what == "truncate":
-            model.truncate(counts)
-        elif step % 3 == 0:
-            model.cache.free([0])
-            model.rows[0] = []
-        for x in models[-3:]:
-            x.check(name, rows=1 + step % 3)
-        del models[:-3]
+    check_changes(Stored(page_size, grow=True), chance, 30, 3, name=name)
 
 
 @every_backend

@@ -559,17 +559,17 @@ a decoded block of several pages repeats its first keys: cpu/forward/decode.h: s
 -make(j, std::min(kKeys, keys.count - j)
 +make(0, std::min(kKeys, keys.count - j)
 decoded keys have no scales: cpu/forward/decode.h: stored
--multiply(keys.count, buf.k_scales, buf.s
-+multiply(0, buf.k_scales, buf.s
+-multiply(lanes.count, keys.count, buf.k_scales, buf.s);
++;
 decoded values have the scales of keys: cpu/forward/decode.h: stored
--multiply(keys.count, buf.v_scales, buf.s
-+multiply(keys.count, buf.k_scales, buf.s
+-multiply(lanes.count, keys.count, buf.v_scales, buf.s);
++multiply(lanes.count, keys.count, buf.k_scales, buf.s);
 every decoded block has the first one's scales: cpu/forward/decode.h: stored
--a.each_scale(keys.j0, keys.count,
-+a.each_scale(0, keys.count,
+-a.each_scaled(keys.j0, keys.count, 0,
++a.each_scaled(0, keys.count, 0,
 decoded rows in pages have the first page's scales: cpu/base/matrix_view.h: stored
--pages[n] * scale_apart : 0,
-+pages[0] * scale_apart : 0,
+-+ scale.at(at) + block * scale_apart;
+++ scale.at(at);
 the halves of a byte of four bits are exchanged: cpu/base/quantised.h: stored
 ->> (c < 16 ? 0 : 4) & 15;
 +>> (c < 16 ? 4 : 0) & 15;

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import sys
-import threading
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from fastattn import api
 from fastattn.backends.native import libraries, marshalling
 from fastattn.dispatch import operation
 from tests.package.test_fast_path import plain, pytestmark  # noqa: F401
+from tests.support.threads import in_threads
 
 
 def path_of(make_plan):
@@ -202,21 +202,13 @@ def test_the_number_of_plans_is_bounded():
 def test_many_threads_call_at_once():
     """Short kernels hold the GIL and longer ones release it, while plans are forgotten."""
     calls = [plain(m, n) for m, n in ((1, 1), (3, 5), (64, 64), (300, 200), (2, 2000))]
-    rights, failures = [attend(*x) for x in calls], []
+    rights = [attend(*x) for x in calls]
 
     def work(first):
-        try:
-            for at in range(100):
-                which = (first + at) % len(calls)
-                assert attend(*calls[which]).equal(rights[which])
-                if at % 7 == 0:
-                    operation.forget_plans()
-        except BaseException as error:
-            failures.append(error)
+        for at in range(100):
+            which = (first + at) % len(calls)
+            assert attend(*calls[which]).equal(rights[which])
+            if at % 7 == 0:
+                operation.forget_plans()
 
-    workers = [threading.Thread(target=work, args=(at,)) for at in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures, failures[0]
+    in_threads(work)

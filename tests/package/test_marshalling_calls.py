@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from fastattn import api
 from fastattn.dispatch import operation
 from tests.package.test_marshalling import needs_extension
 from tests.support.backends import INTERPRETED
+from tests.support.threads import in_threads
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
 
@@ -270,7 +270,7 @@ def test_a_call_leaves_no_references():
 
 def test_many_threads_of_python_call_at_once(one_thread):
     """Each thread has its own sizes: short kernels hold the GIL and longer ones release it."""
-    rights, failures = {}, []
+    rights = {}
     for n in (3, 8, 17, 64, 200):
         x = torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(n))
         leaf = x.clone().requires_grad_()
@@ -278,22 +278,14 @@ def test_many_threads_of_python_call_at_once(one_thread):
         rights[n] = x, out.detach(), torch.autograd.grad(out.sum(), leaf)[0]
 
     def work(first):
-        try:
-            for at in range(60):
-                x, right, gradient = rights[list(rights)[(first + at) % len(rights)]]
-                leaf = x.clone().requires_grad_()
-                out = fastattn.attention(leaf, x, x, causal=True)
-                if at % 7 == 0:
-                    operation.forget_plans()
-                    api._remembered.cache_clear()
-                (found,) = torch.autograd.grad(out.sum(), leaf)
-                assert out.equal(right) and found.equal(gradient)
-        except BaseException as error:
-            failures.append(error)
+        for at in range(60):
+            x, right, gradient = rights[list(rights)[(first + at) % len(rights)]]
+            leaf = x.clone().requires_grad_()
+            out = fastattn.attention(leaf, x, x, causal=True)
+            if at % 7 == 0:
+                operation.forget_plans()
+                api._remembered.cache_clear()
+            (found,) = torch.autograd.grad(out.sum(), leaf)
+            assert out.equal(right) and found.equal(gradient)
 
-    workers = [threading.Thread(target=work, args=(at,)) for at in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures, failures[0]
+    in_threads(work)

@@ -13,6 +13,7 @@ from fastattn.call.spec import Feature
 from tests.semantics.test_int4_rows import random_rows
 from tests.semantics.test_packed import CASES, FEW, batch
 from tests.semantics.test_paged import in_pages, of_scores
+from tests.semantics.test_storage import run, same_on_threads
 from tests.support.backends import FUSED, declares, every_dtype, not_interpreted, variant, variants
 from tests.support.cases import DTYPES, FEATURE, PLAIN, name_of
 
@@ -50,11 +51,6 @@ def kept(made):
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             plain[name] = x.double()
     return stored, plain
-
-
-def run(given, name):
-    with torch.no_grad():
-        return fastattn.attention_packed(**given, backend=name, return_lse=True)
 
 
 def check(name, made, pages=()):
@@ -184,14 +180,7 @@ def test_any_layout_of_rows(name):
 @every_backend
 def test_threads_change_no_bits(name, threads):
     declares(name, torch.float32, Feature.INT4)
-    for dtype in (torch.float32, torch.bfloat16):
-        for sizes in (((1, 3000), (2, 1500)), ((70, 600), (200, 90))):
-            stored, _ = kept(batch((FEATURE["mqa"],), dtype, sizes, 64))
-            threads(1)
-            expected = run(stored, name)
-            threads(3)
-            for x, y in zip(expected, run(stored, name), strict=True):
-                assert torch.equal(x, y)
+    same_on_threads(name, threads, lambda made: kept(made)[0])
 
 
 @every_backend

@@ -14,7 +14,7 @@ from fastattn.backends import base
 from fastattn.call import quantisation
 from fastattn.call.quantisation import dequantised, quantised
 from fastattn.call.spec import Feature
-from tests.kv_cache.test_cache import Model
+from tests.kv_cache.test_cache import Model, check_changes
 from tests.semantics.test_packed import CASES, FEW, batch
 from tests.semantics.test_paged import in_pages, of_scores
 from tests.support.backends import (
@@ -185,13 +185,18 @@ def test_any_layout_of_keys_values_and_scales(name, storage):
 @every_storage
 def test_threads_change_no_bits(name, storage, threads):
     declares(name, torch.float32, Feature.QUANTISED)
+    same_on_threads(name, threads, lambda made: kept(made, NAMES[storage])[0])
+
+
+def same_on_threads(name, threads, stored):
+    """Assert equal bits on one thread and on three. stored: of a batch, its arguments."""
     for dtype in (torch.float32, torch.bfloat16):
         for sizes in (((1, 3000), (2, 1500)), ((70, 600), (200, 90))):
-            stored, _ = kept(batch((FEATURE["mqa"],), dtype, sizes, 64), NAMES[storage])
+            given = stored(batch((FEATURE["mqa"],), dtype, sizes, 64))
             threads(1)
-            expected = run(stored, name)
+            expected = run(given, name)
             threads(3)
-            for x, y in zip(expected, run(stored, name), strict=True):
+            for x, y in zip(expected, run(given, name), strict=True):
                 assert torch.equal(x, y)
 
 
@@ -313,23 +318,9 @@ class Stored(Model):
 @every_storage
 @pytest.mark.parametrize("page_size", (None, 1, 4, 16, 7))
 def test_any_sequence_of_changes_keeps_scales_with_their_rows(page_size, storage):
-    chance = random.Random(page_size or 0)
-    models = [Stored(page_size, NAMES[storage], grow=True)]
-    for step in range(40):
-        model = chance.choice(models)
-        what = chance.choice(["append", "append", "fork", "evict", "truncate"])
-        counts = [chance.randrange(len(x) + 1) for x in model.rows]
-        if what == "append":
-            model.append([chance.randrange(9) for _ in model.rows])
-        elif what == "fork":
-            models.append(model.forked(chance))
-        elif what == "evict":
-            model.evict(counts)
-        else:
-            model.truncate(counts)
-        for x in models[-3:]:
-            x.check(rows=1 + step % 3)
-        del models[:-3]
+    changes = ("packed", "packed", "fork", "evict", "truncate")
+    model, chance = Stored(page_size, NAMES[storage], grow=True), random.Random(page_size or 0)
+    check_changes(model, chance, 40, 3, changes)
 
 
 @not_interpreted

@@ -36,18 +36,6 @@ struct KeyPlane : Plane {
     const uint32_t n = uint32_t(r) / uint32_t(page);
     return Plane::at(r - n * page, c) + pages[n] * apart;
   }
-  // Calls f(x, the scale of row r + x) for `count` rows: page by page, because a division for each
-  // row would take as long as the products of one.
-  template <class F>
-  FA_INLINE void each_scale(int64_t r, int64_t count, F f) const {
-    int64_t n = pages ? uint32_t(r) / uint32_t(page) : 0, at = r - n * page;
-    for (int64_t x = 0; x < count; ++n, at = 0) {
-      const int64_t end = pages ? std::min(count, x + page - at) : count;
-      const int64_t apart_by = pages ? pages[n] * scale_apart : 0, by = scale.row;
-      const float* from = static_cast<const float*>(scale.data) + scale.at(at) + apart_by;
-      for (; x < end; ++x, from += by) f(x, *from);
-    }
-  }
   FA_INLINE bool one_block(int64_t r, int64_t count) const {
     return !pages || count == 0 || r / page == (r + count - 1) / page;
   }

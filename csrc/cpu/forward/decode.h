@@ -152,11 +152,15 @@ struct Decode {
   };
   // The scales of a block's rows, 0 past the last.
   static void read_scales(const KeyPlane& a, const Keys& keys, R* to) {
-    a.each_scale(keys.j0, keys.count, [&](int64_t j, float by) { to[j] = by * S::factor; });
-    std::fill(to + keys.count, to + round_up(keys.count, Few::kPadded), R(0));
+    R* at = to;
+    a.each_scaled(keys.j0, keys.count, 0,
+                  [&](const uint8_t*, const uint8_t*, float by) { *at++ = by * S::factor; });
+    std::fill(at, to + round_up(keys.count, Few::kPadded), R(0));
   }
-  static void multiply(int64_t keys, const R* by, R* row) {
-    for (int64_t j = 0; j < keys; j += W) store(row + j, Vec<R>(load(row + j) * load(by + j)));
+  // S or P of some rows times a factor of each key.
+  static void multiply(int64_t rows, int64_t keys, const R* by, R* s) {
+    for (int64_t l = 0; l < rows; ++l, s += kTileKeys)
+      for (int64_t j = 0; j < keys; j += W) store(s + j, Vec<R>(load(s + j) * load(by + j)));
   }
 
   static void attend(const Params& p, const Lanes& lanes, int64_t t, const Keys& keys,
@@ -172,9 +176,7 @@ struct Decode {
       if (t == 0) later = {reinterpret_cast<const char*>(with.data), with.stride * size, size};
       Few::products(k.of[j / kKeys], n, p.D, q, lanes.count, R(p.scale), buf.s + j, later);
     }
-    if (has_scales<S>)
-      for (int64_t l = 0; l < lanes.count; ++l)
-        multiply(keys.count, buf.k_scales, buf.s + l * kTileKeys);
+    if (has_scales<S>) multiply(lanes.count, keys.count, buf.k_scales, buf.s);
     if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
     for (int64_t l = 0; l < lanes.count; ++l) {
       const R rescale =
@@ -182,9 +184,7 @@ struct Decode {
       for (int64_t c = 0; c < dv; ++c) out[l * dv + c] *= rescale;
     }
     if (p.dropout_p > 0) dropout(p, lanes, keys, buf);
-    if (has_scales<S>)
-      for (int64_t l = 0; l < lanes.count; ++l)
-        multiply(keys.count, buf.v_scales, buf.s + l * kTileKeys);
+    if (has_scales<S>) multiply(lanes.count, keys.count, buf.v_scales, buf.s);
     const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
     for (int64_t j = 0; j < keys.count; j += kKeys) {
       const int64_t n = std::min(kKeys, keys.count - j);

@@ -53,9 +53,8 @@ struct SeenKeys {
 };
 
 // The keys of a tile in strips, each of them seen by other vectors of the tile's NV vectors of
-// rows.
-// A band moves on from row to row, so its ends never fall from one vector to the next, and the
-// vectors that see a key are adjacent.
+// rows. A band moves on from row to row, so its ends never fall from one vector to the next, and
+// the vectors that see a key are adjacent.
 template <class R, int NV>
 struct Strips {
   int64_t lo[NV], hi[NV];  // the keys of each vector
