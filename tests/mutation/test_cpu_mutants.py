@@ -579,9 +579,51 @@ four bits have no minimum: cpu/base/quantised.h: stored
 four bits have their minimum as scale: cpu/base/quantised.h: stored
 -number(scale_and_minimum() << 16);
 +number(scale_and_minimum());
-decoded four bits are of the first block: cpu/base/stored.h: stored
--const uint8_t* block = &row->bits + Int4Block::bytes_of(c);
-+const uint8_t* block = &row->bits + Int4Block::bytes_of(c % 32);
+decoded four bits of two blocks are of the first: cpu/forward/int4_vector.h: four_bits
+-block[b].data = of_row < n ? row + of_row * Int4Block::bytes : kMissing;
++block[b].data = of_row < n ? row : kMissing;
+half a vector of decoded four bits is not the second row's: cpu/forward/int4_vector.h: four_bits
+-const uint8_t* row = b < kBlocks / SHARE ? first : second;
++const uint8_t* row = first;
+decoded four bits have their minimum as scale: cpu/forward/int4_vector.h: four_bits
+-(Vec<float>)(factors << 16)
++(Vec<float>)(factors & 0xFFFF0000u)
+four bits times integers lack every other column: cpu/forward/int4_rows.h: four_bits
+-& 0x000F000Fu;
++& 0x0000000Fu;
+the integers of q are of other columns: cpu/forward/int4_rows.h: four_bits
+-high = rounded(k + V::kSteps / 2);
++high = rounded(k);
+the integers of q have the size of another row: cpu/forward/int4_rows.h: four_bits
+-tail = q + r * ldq + tail_at(columns);
++tail = q + tail_at(columns);
+sums of q lack its size: cpu/forward/int4_rows.h: four_bits
+-store(sums, Vec<float>(load(sums) * by * 32767.0f));
++;
+decoded four bits have no minimum in scores: cpu/forward/int4_rows.h: four_bits
+-of_row[r] += x.minimum * load(sums + r * ldq);
++;
+decoded four bits have no minimum in outputs: cpu/forward/int4_rows.h: four_bits
+-minima[r] += of_key * x.minimum;
++;
+the second row of half a vector has the first one's P: cpu/forward/int4_rows.h: four_bits
+-Int4Rows::half(splat(of_row[0]), splat(of_row[SHARE - 1]))
++Int4Rows::half(splat(of_row[0]), splat(of_row[0]))
+columns of the output are in the order of q: cpu/forward/int4_rows.h: four_bits
+-{ to[c] += out[at]; }
++{ to[at % Dv] += out[at]; }
+keys past the last repeat another, in four bits: cpu/forward/int4_rows.h: four_bits
+-&k.data[std::min(j + i, keys - 1) * k.stride].bits;
++&k.data[std::min(j + i, keys - 2) * k.stride].bits;
+NaN of some columns is a number: cpu/base/stored.h: nan_columns
+-if (whole == columns) continue;
++continue;
+NaN of later rows is a number: cpu/base/stored.h: nan_columns
+-row = a.data + r * a.stride;
++row = a.data;
+negative NaN is a number: cpu/base/stored.h: nan_columns
+-bits & uint8_t(0x7F)), most
++bits & uint8_t(0xFF)), most
 four bits of many rows are of the first block: cpu/base/quantised.h: stored
 -block{row + (c + i) / Int4Block::columns * Int4Block::bytes};
 +block{row};
@@ -712,6 +754,8 @@ FLAGS = ["-std=gnu++17", "-O0", "-fPIC", "-ffp-contract=fast", "-fno-trapping-ma
 FLAGS += ["-fvisibility=hidden", "-fopenmp"]
 AMX_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 ON_THE_MODEL = [*AMX_FLAGS, "-DFA_AMX", "-DFA_AMX_MODEL"]
+WITH_AVX2 = AMX_FLAGS[:3]
+FLAGS_OF = {"four_bits": WITH_AVX2}  # its integers need AVX2
 ONLY_FLOAT32 = "if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);"
 
 
@@ -761,7 +805,7 @@ def run(*arguments):
 def kernels_of(monkeypatch, tmp_path):
     """A function that makes the CPU backend use kernels with this edit."""
 
-    def use(file=None, old="", new="", tiled=False):
+    def use(file=None, old="", new="", flags=()):
         sources = tmp_path / "csrc"
         shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
         if file:
@@ -769,7 +813,7 @@ def kernels_of(monkeypatch, tmp_path):
             times = text.count(old)
             assert times == 1, f"{old!r} is in {file} {times} times"
             (sources / file).write_text(text.replace(old, new))
-        library = libraries.CpuLibrary(build(sources, tmp_path, *ON_THE_MODEL * tiled))
+        library = libraries.CpuLibrary(build(sources, tmp_path, *flags))
         library.poison(1)
         monkeypatch.setattr(libraries, "cpu", lambda: library)
 
@@ -850,6 +894,34 @@ def stored():
             off = (run_packed(given, "cpu")[0].double() - expected).abs().max()
             if not off < (1e-3 if bytes_ else 2.0**-7) * expected.abs().max():
                 yield f"{dtype}{where} is off by {off:.1g}"
+
+
+def four_bits():
+    """One row and a few on four bits, as floats and as integers: rows of half a vector, of whole
+    ones, and of both."""
+    for dtype, far in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-6)):
+        for d in (32, 64, 96):
+            made = batch((FEATURE["mqa"],), dtype, ((1, 205), (4, 38), (1, 17)), d=d)
+            scales = 4.0 ** torch.arange(len(made.given["q"]))
+            made.given["q"] = made.given["q"] / scales[:, None, None].to(dtype)
+            stored, plain = kept_int4(made)
+            expected = run_packed(plain, "reference")
+            for x, y in zip(run_packed(stored, "cpu"), expected, strict=True):
+                off = (x.double() - y).abs().max()
+                if not off < far * y.abs().max():
+                    yield f"{dtype}, {d} columns: off by {off:.1g}"
+
+
+def nan_columns():
+    """A NaN of float8 makes its column NaN, and no other."""
+    for pattern, key, column in ((127, 5, 39), (255, 9, 3), (127, 60, 38)):
+        made = batch((), torch.float32, ((1, 70),), d=40)
+        made.given, _ = kept(made, torch.float8_e4m3fn)
+        expected = run_packed(made.given, "cpu")[0].isnan()
+        made.given["v"].view(torch.uint8)[key, :, column] = pattern
+        expected[..., column] = True
+        if not torch.equal(run_packed(made.given, "cpu")[0].isnan(), expected):
+            yield f"pattern {pattern} of key {key} and column {column}"
 
 
 def pages():
@@ -1023,7 +1095,7 @@ def of_weights(features):
 verdicts = {}
 FOLDED = ("items heads", "heads items")  # of mapped dimensions
 OTHERS = ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least", "extents")
-OTHERS += ("score_mods", "stored")
+OTHERS += ("score_mods", "stored", "four_bits", "nan_columns")
 
 
 def complaints(name, dtype=torch.float32):
@@ -1051,12 +1123,15 @@ needs_model = pytest.mark.skipif(
 
 def detected(what, kernels_of, dtype=torch.float32):
     fault = FAULT[what]
-    kernels_of(fault.file, fault.old, fault.new, tiled=dtype == torch.bfloat16)
+    flags = ON_THE_MODEL if dtype == torch.bfloat16 else FLAGS_OF.get(fault.seen_by, ())
+    kernels_of(fault.file, fault.old, fault.new, flags)
     assert any(complaints(fault.seen_by, dtype)), f"{fault.seen_by} did not detect it"
 
 
 @pytest.mark.parametrize("what", [x for x in FAULT if not is_tiled(x)])
 def test_a_fault_is_detected(what, kernels_of):
+    if FAULT[what].seen_by in FLAGS_OF and "avx2" not in libraries.cpu_isas():
+        pytest.skip("needs AVX2")
     detected(what, kernels_of)
 
 

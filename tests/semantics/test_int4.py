@@ -122,6 +122,34 @@ def test_values_that_every_dtype_has(name, dtype):
 
 
 @every_backend
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("size", (1.0, 1e4, 2.0**-20, 1e-37))
+def test_scores_of_queries_with_a_large_column(name, dtype, size):
+    """Kernels may round q to multiples of a 32767th of its largest number. A score is off by half
+    of that, times the sum of a key's scales and numbers, at most; here also the LSE is."""
+    declares(name, dtype, Feature.INT4)
+    if size * 100 > torch.finfo(dtype).max or size < torch.finfo(dtype).tiny:
+        pytest.skip("out of the dtype's range")
+    for features in (PLAIN, (FEATURE["mqa"],)):
+        for d in (32, 96, 128):
+            made = batch(features, dtype, ((1, 40), (2, 65)), d)
+            made.given["q"][..., 7] *= 100
+            made.given["q"] = (made.given["q"].float() * size).to(dtype)
+            made.given["scale"] = d**-0.5 / size
+            stored, plain = kept(made)
+            _, exact = run(plain, "reference")
+            rows = stored["k"].unflatten(-1, (d // 32, 20))
+            scales = rows[..., 16:18].clone().view(torch.bfloat16).float()
+            most = (scales * 15 * 32).sum(-2).max()
+            step = made.given["q"].abs().max().double() / 32767
+            for isa in variants(name, dtype):
+                with variant(isa):
+                    _, lse = run(stored, name)
+                    bound = made.given["scale"] * step * most / 2 + 1e-5 * exact.abs().max()
+                    assert (lse.double() - exact).abs().max() <= bound, isa
+
+
+@every_backend
 def test_odd_sizes(name):
     """Sizes drawn at random, with values of another width than keys."""
     declares(name, torch.float32, Feature.INT4)

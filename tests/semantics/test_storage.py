@@ -266,6 +266,33 @@ def test_every_pattern_of_float8(name, storage, dtype):
         assert torch.equal(out.nan_to_num(7.0, 8.0, 9.0), exact.nan_to_num(7.0, 8.0, 9.0)), isa
 
 
+@every_backend
+@pytest.mark.parametrize("d", (33, 64, 160))
+def test_a_nan_of_float8_among_numbers(name, d):
+    """Of a value it makes its column NaN, of a key the rows that see it; others keep theirs."""
+    declares(name, torch.float32, Feature.QUANTISED)
+    for features in (PLAIN, (FEATURE["mqa"],)):
+        made = batch(features, torch.float32, ((1, 70), (40, 70)), d)
+        stored, _ = kept(made, torch.float8_e4m3fn)
+        for isa in variants(name, torch.float32):
+            with variant(isa):
+                clean, _ = run(stored, name)
+                for pattern, key, column in ((127, 3, 0), (255, 37, d - 1), (127, 69, d // 2)):
+                    changed = {x: stored[x].clone() for x in "kv"}
+                    for x in changed.values():
+                        x.view(torch.uint8)[[key, 70 + key], 0, column] = pattern
+                    found, _ = run(stored | dict(v=changed["v"]), name)
+                    heads = slice(0, None if FEATURE["mqa"] in features else 1)
+                    assert found[:, heads, column].isnan().all(), isa
+                    found[:, heads, column] = clean[:, heads, column]
+                    torch.testing.assert_close(found, clean)
+                    found, _ = run(stored | dict(k=changed["k"]), name)
+                    assert found[:, heads].isnan().all(), isa
+                    torch.testing.assert_close(
+                        found[:, heads.stop or 99 :], clean[:, heads.stop or 99 :]
+                    )
+
+
 # Relative errors of outputs for a cache of normal data, (typical, worst), as `KVCache` documents.
 DOCUMENTED = {"int8": (0.01, 0.015), "e4m3fn": (0.04, 0.07), "e5m2": (0.08, 0.14)}
 

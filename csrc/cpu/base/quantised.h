@@ -52,7 +52,7 @@ FA_INLINE Halves sign_extended(Bytes bytes) {
 // pattern of each sign is NaN. A number is widen() times kWidened.
 template <int64_t DTYPE>
 constexpr float kWidened = DTYPE == FA_E4M3 ? 256.0f : 1.0f;
-template <int64_t DTYPE>
+template <int64_t DTYPE, bool NANS = true>
 FA_INLINE Vec<float> widen(Bytes bytes) {
   if constexpr (DTYPE == FA_I8) {
     return widen_whole(bytes);
@@ -60,6 +60,7 @@ FA_INLINE Vec<float> widen(Bytes bytes) {
     const Halves eight = sign_extended(bytes);
     if constexpr (DTYPE == FA_E5M2) return widen_halves(eight << 8);
     const Halves halves = eight << 7 & int16_t(0xBFFF);
+    if constexpr (!NANS) return widen_halves(halves);
 #if defined(__AVX512F__)
     const __mmask16 nan =
         _mm256_cmpeq_epi16_mask(_mm256_slli_epi16((__m256i)halves, 1), _mm256_set1_epi16(0x7F00));

@@ -206,6 +206,18 @@ FA_INLINE Vec<E> sum_lanes(Vec<E>* r) {
   }
 }
 
+// f of all lanes of a vector, by halves.
+template <class E, int S = kLanes<E> / 2, class F>
+FA_INLINE E reduce_lanes(Vec<E> low, F f) {
+  if constexpr (S == 0) {
+    return low[0];
+  } else {
+    Vec<E> high = low;
+    swap_halves<E, S>(low, high, std::make_integer_sequence<int, kLanes<E>>{});
+    return reduce_lanes<E, S / 2>(f(low, high), f);
+  }
+}
+
 #if defined(FA_BF16_PRODUCTS)
 // Two vectors' bfloat16, rounded to nearest even: those of `first`, then those of `second`.
 FA_INLINE Vec<int32_t> halves_of(Vec<float> first, Vec<float> second) {

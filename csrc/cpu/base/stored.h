@@ -29,22 +29,23 @@ struct StoredF16 {
   using Packed = Halves;
   static FA_INLINE Vec<float> widened(Packed bits) { return widen_halves(bits); }
 };
-// Eight bits: FA_I8, FA_E4M3 or FA_E5M2, without the scale of their row, and without `factor`.
-template <int64_t DTYPE>
+// Eight bits: FA_I8, FA_E4M3 or FA_E5M2, without the scale of their row, and without `factor`. Rows
+// without NaN are quicker to widen.
+template <int64_t DTYPE, bool NANS = true>
 struct StoredByte {
   uint8_t bits;
   using Packed = Bytes;
   static constexpr float factor = kWidened<DTYPE>;
-  static FA_INLINE Vec<float> widened(Packed bits) { return widen<DTYPE>(bits); }
+  static FA_INLINE Vec<float> widened(Packed bits) { return widen<DTYPE, NANS>(bits); }
 };
-// Four bits: a byte of a row of FA_I4.
+// Four bits: a byte of a row of FA_I4. int4_rows.h has its products.
 struct StoredInt4 {
   uint8_t bits;
 };
 template <class S>
 constexpr bool has_scales = false;
-template <int64_t DTYPE>
-constexpr bool has_scales<StoredByte<DTYPE>> = true;
+template <int64_t DTYPE, bool NANS>
+constexpr bool has_scales<StoredByte<DTYPE, NANS> > = true;
 template <class S>
 constexpr bool is_int4 = std::is_same_v<S, StoredInt4>;
 
@@ -53,46 +54,68 @@ template <class S>
 constexpr int64_t stored_size(int64_t columns) {
   return is_int4<S> ? Int4Block::bytes_of(columns) : columns;
 }
-// Vectors that are best read one after the other: those of a block share its scale.
+// How many vectors of numbers a cache line has.
 template <class S>
-constexpr int kVectorsAtOnce = is_int4<S> ? 2 : 1;
-// How many steps of kVectorsAtOnce vectors a cache line has.
-template <class S>
-constexpr int kStepsOfLine = is_int4<S> ? 2 : std::max<int>(1, 64 / sizeof(S) / kLanes<float>);
+constexpr int kVectorsOfLine = std::max<int>(1, 64 / sizeof(S) / kLanes<float>);
 template <>
-constexpr int kStepsOfLine<double> = std::max<int>(1, 64 / FA_VECTOR_BYTES);
+constexpr int kVectorsOfLine<double> = std::max<int>(1, 64 / FA_VECTOR_BYTES);
 
-// The numbers from column c of a row on: N vectors.
-template <int N, class S, class V>
-FA_INLINE void numbers(const S* row, int64_t c, V (&to)[N]) {
-  if constexpr (is_int4<S>) {
-    const uint8_t* block = &row->bits + Int4Block::bytes_of(c);
-    Int4Block{block}.vectors(c % Int4Block::columns, to);
+// The numbers from column c of a row on.
+template <class S>
+FA_INLINE auto numbers(const S* row, int64_t c) {
+  if constexpr (std::is_arithmetic_v<S>) {
+    return load(row + c);
   } else {
-#pragma GCC unroll 4
-    for (int v = 0; v < N; ++v, c += kLanes<float>) {
-      if constexpr (std::is_arithmetic_v<S>) {
-        to[v] = load(row + c);
-      } else {
-        typename S::Packed bits;
-        std::memcpy(&bits, row + c, sizeof bits);
-        to[v] = S::widened(bits);
-      }
-    }
+    typename S::Packed bits;
+    std::memcpy(&bits, row + c, sizeof bits);
+    return S::widened(bits);
   }
 }
-// n of them, fewer than a vector has, and zeros after them. Rows of StoredInt4 are whole blocks.
-template <class S, class V>
-FA_INLINE void last_numbers(const S* row, int64_t c, int64_t n, V (&to)[1]) {
+// n of them, fewer than a vector has, and zeros after them.
+template <class S>
+FA_INLINE auto last_numbers(const S* row, int64_t c, int64_t n) {
   if constexpr (std::is_arithmetic_v<S>) {
-    to[0] = load_some(row + c, n);
-  } else if constexpr (is_int4<S>) {
-    numbers(row, c, to);
+    return load_some(row + c, n);
   } else {
     typename S::Packed bits{};
     std::memcpy(&bits, row + c, n * sizeof(S));
-    to[0] = S::widened(bits);
+    return S::widened(bits);
   }
+}
+
+// True if some of these rows has a NaN of float8_e4m3fn, the largest pattern of each sign.
+inline bool has_nan(Broadcast<StoredByte<FA_E4M3> > a, int64_t rows, int64_t columns) {
+  typedef uint8_t Whole __attribute__((vector_size(FA_VECTOR_BYTES)));
+  constexpr int64_t size = sizeof(Whole);
+  const int64_t whole = columns / size * size;
+  Whole most{};
+  const auto look = [&](Whole bits) { most = max_or_second(Whole(bits & uint8_t(0x7F)), most); };
+  for (int64_t r = 0; r < rows; ++r) {
+    const StoredByte<FA_E4M3>* row = a.data + r * a.stride;
+    Whole bits;
+    for (int64_t c = 0; c < whole; c += size) {
+      std::memcpy(&bits, row + c, size);
+      look(bits);
+    }
+    if (whole == columns) continue;
+    bits = Whole{};
+    std::memcpy(&bits, row + whole, columns - whole);
+    look(bits);
+  }
+  const Vec<int64_t> words = (Vec<int64_t>)(most == uint8_t(0x7F));
+  int64_t found = 0;
+  for (int l = 0; l < kLanes<int64_t>; ++l) found |= words[l];
+  return found;
+}
+// Calls f(rows), as rows without NaN if they have none and that type is quicker.
+template <class S, class F>
+FA_INLINE void with_rows(Broadcast<S> a, int64_t rows, int64_t columns, F f) {
+  if constexpr (std::is_same_v<S, StoredByte<FA_E4M3> >) {
+    using Finite = StoredByte<FA_E4M3, false>;
+    if (!has_nan(a, rows, columns))
+      return f(Broadcast<Finite>{reinterpret_cast<const Finite*>(a.data), a.stride});
+  }
+  f(a);
 }
 
 // buf[rows][ld] = rows r0.. of A as they are stored, zero past `columns`.

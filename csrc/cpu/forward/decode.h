@@ -8,7 +8,7 @@
 #include "../base/plan.h"
 #include "../base/scratch.h"
 #include "../score/tile.h"
-#include "few_rows.h"
+#include "int4_rows.h"
 
 namespace fa {
 namespace FA_ISA {
@@ -21,8 +21,8 @@ struct Decode {
   using S = Stored;
   using Op = Operand<Mul>;
   using T = Tile<R, 1>;
-  using Few = FewRows<Mul>;
-  using Sum = WeightedSum<Mul>;
+  using Few = std::conditional_t<is_int4<S>, Int4Rows, FewRows<Mul> >;
+  using Sum = std::conditional_t<is_int4<S>, Int4WeightedSum, WeightedSum<Mul> >;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
   static constexpr int64_t kKeys = Few::kKeys;
 
@@ -128,7 +128,11 @@ struct Decode {
     if constexpr (std::is_same_v<S, E>)
       return Sum::stage(v, j, n, p.Dv, to);
     else
-      return stored_at(v, j, n, stored_size<S>(p.Dv), stored_size<S>(Sum::columns(p.Dv)), to);
+      return stored_at(v, j, n, stored_size<S>(p.Dv), row_of_values(p.Dv), to);
+  }
+  // Sums of most types read whole vectors.
+  static int64_t row_of_values(int64_t Dv) {
+    return is_int4<S> ? stored_size<S>(Dv) : Sum::columns(Dv);
   }
   static Broadcast<S> stored_at(const KeyPlane& a, int64_t j, int64_t n, int64_t size, int64_t ld,
                                 S* to) {
@@ -174,7 +178,9 @@ struct Decode {
       const Broadcast<S> with = v.of[j / kKeys];
       Later later;
       if (t == 0) later = {reinterpret_cast<const char*>(with.data), with.stride * size, size};
-      Few::products(k.of[j / kKeys], n, p.D, q, lanes.count, R(p.scale), buf.s + j, later);
+      with_rows(k.of[j / kKeys], n, p.D, [&](auto rows) {
+        Few::products(rows, n, p.D, q, lanes.count, R(p.scale), buf.s + j, later);
+      });
     }
     if (has_scales<S>) multiply(lanes.count, keys.count, buf.k_scales, buf.s);
     if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
@@ -191,7 +197,9 @@ struct Decode {
       Later later;
       if (t == 0 && goes_on(keys.end()))
         later = Later::of(keys_of(p, lanes.rows.b, hk), keys.end() + j, kKeys, stored_size<S>(p.D));
-      Sum::add(probabilities, j, v.of[j / kKeys], n, lanes.count, p.Dv, out, later);
+      with_rows(v.of[j / kKeys], n, p.Dv, [&](auto rows) {
+        Sum::add(probabilities, j, rows, n, lanes.count, p.Dv, out, later);
+      });
     }
   }
   static void score(const Params& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {

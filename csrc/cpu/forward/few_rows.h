@@ -78,44 +78,35 @@ struct FewRows {
   template <int ROWS, class S>
   static void products_of(Broadcast<S> k, int64_t keys, int64_t columns, const E* q, R factor, R* s,
                           const Later& later) {
-    constexpr int KEYS = kKeys / ROWS, UNITS = kVectorsAtOnce<S>;
-    constexpr int share = std::min({kStepsOfLine<S>, KEYS, 4});  // prefetches each line once
-    constexpr int64_t step = UNITS * kLanes<E>;
+    constexpr int KEYS = kKeys / ROWS;
+    constexpr int share = std::min({kVectorsOfLine<S>, KEYS, 4});  // prefetches each line once
+    constexpr int64_t L = kLanes<E>;
     const int64_t n = elements(columns), ldq = padded(columns);
-    const int64_t whole = n / step * step;
     for (int64_t j = 0; j < keys; j += KEYS) {
       const S* key[KEYS];
       for (int x = 0; x < KEYS; ++x) key[x] = k.data + std::min(j + x, keys - 1) * k.stride;
       Vec<R> sum[kKeys] = {};
       // `ahead` is one of the lines to prefetch; the others are `share` rows apart.
-      const auto add = [&](int64_t c, const char* ahead, auto units, auto read) {
-        Vec<E> x[units], y[ROWS][units];
+      const auto add = [&](int64_t c, const char* ahead, auto read) {
+        Vec<E> y[ROWS];
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r)
-          for (int u = 0; u < units; ++u) y[r][u] = load(q + r * ldq + c + u * kLanes<E>);
+        for (int r = 0; r < ROWS; ++r) y[r] = load(q + r * ldq + c);
 #pragma GCC unroll 16
         for (int i = 0; i < KEYS; ++i) {
-          read(key[i], c, x);
+          const Vec<E> x = read(key[i], c);
           if (i % share == 0) __builtin_prefetch(ahead + i * later.row, 0, 2);
 #pragma GCC unroll 4
-          for (int r = 0; r < ROWS; ++r)
-            for (int u = 0; u < units; ++u)
-              sum[r * KEYS + i] = Mul::fma(sum[r * KEYS + i], x[u], y[r][u]);
+          for (int r = 0; r < ROWS; ++r) sum[r * KEYS + i] = Mul::fma(sum[r * KEYS + i], x, y[r]);
         }
       };
-      const auto add_whole = [&](int64_t c, const char* ahead) {
-        add(c, ahead, std::integral_constant<int, UNITS>{},
-            [](const S* row, int64_t at, auto& to) { numbers(row, at, to); });
-      };
+      const auto whole = [](const S* row, int64_t at) { return numbers(row, at); };
+      const auto some = [&](const S* row, int64_t at) { return last_numbers(row, at, n - at); };
       int64_t c = 0;
-      for (; c + share * step <= whole; c += share * step)
+      for (; c + share * L <= n; c += share * L)
 #pragma GCC unroll 4
-        for (int turn = 0; turn < share; ++turn)
-          add_whole(c + turn * step, later.at(j + turn, stored_size<S>(c)));
-      for (; c < whole; c += step) add_whole(c, later.at(j, stored_size<S>(c)));
-      if (c < n)
-        add(c, later.at(j, stored_size<S>(c)), std::integral_constant<int, 1>{},
-            [&](const S* row, int64_t at, auto& to) { last_numbers(row, at, n - at, to); });
+        for (int turn = 0; turn < share; ++turn) add(c + turn * L, later.at(j + turn, c), whole);
+      for (; c + L <= n; c += L) add(c, later.at(j, c), whole);
+      if (c < n) add(c, later.at(j, c), some);
       Vec<R> sums[kKeys / W];
 #pragma GCC unroll 16
       for (int x = 0; x < kKeys / W; ++x) sums[x] = sum_lanes<R>(sum + x * W) * factor;
@@ -133,8 +124,7 @@ struct FewRows {
     std::fill(s + keys, s + end, -kInf<R>);
     Vec<R> top = splat(m);
     for (int64_t j = 0; j < end; j += W) top = max_or_second(load(s + j), top);
-    R most = m;
-    for (int x = 0; x < W; ++x) most = top[x] > most ? top[x] : most;
+    const R most = reduce_lanes<R>(top, [](Vec<R> a, Vec<R> b) { return max_or_second(a, b); });
     const R pivot = most == -kInf<R> ? R(0) : most;
     Vec<R> sum{};
     for (int64_t j = 0; j < end; j += W) {
@@ -143,9 +133,7 @@ struct FewRows {
       store(s + j, e);
     }
     const R rescale = exp_one(m - pivot);
-    R total = R(0);
-    for (int x = 0; x < W; ++x) total += sum[x];
-    l = l * rescale + total;
+    l = l * rescale + reduce_lanes<R>(sum, [](Vec<R> a, Vec<R> b) { return Vec<R>(a + b); });
     m = most;
     return rescale;
   }
@@ -170,18 +158,14 @@ struct WeightedSum {
   static FA_INLINE void block(const R* p, Broadcast<S> v, int64_t keys, int64_t c, R* out,
                               int64_t ldo, const Later& later) {
     constexpr int64_t W = kLanes<R>;
-    c = c / (NV * W) * (NV * W);  // tells the compiler where c is in a block of StoredInt4
-    constexpr int UNITS = std::min(NV, kVectorsAtOnce<S>);
-    Vec<R> acc[ROWS][NV] = {}, y[UNITS];
+    Vec<R> acc[ROWS][NV] = {};
     for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 8
-      for (int g = 0; g < NV; g += UNITS) {
-        numbers(v.data + j * v.stride, c + W * g, y);
-        if (g % (kStepsOfLine<S> * UNITS) == 0) later.ask(j, stored_size<S>(c + W * g));
+      for (int g = 0; g < NV; ++g) {
+        const Vec<R> y = numbers(v.data + j * v.stride, c + W * g);
+        if (g % kVectorsOfLine<S> == 0) later.ask(j, c + W * g);
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r)
-          for (int u = 0; u < UNITS; ++u)
-            acc[r][g + u] = Mul::fma(acc[r][g + u], p + r * kTileKeys + j, y[u]);
+        for (int r = 0; r < ROWS; ++r) acc[r][g] = Mul::fma(acc[r][g], p + r * kTileKeys + j, y);
       }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
