@@ -197,12 +197,29 @@ struct FaIndexer {
   int64_t threads;
 };
 
+// New keys or values of the items of a cache, which are written into its pages: in the dtype of x, or
+// quantised.
+struct FaAppend {
+  struct FaTensor x;       // (B,n,Hk,D); with offsets (1,T,Hk,D), of which item b has the rows from
+                           // offsets[b] to offsets[b+1], at most n. stride[3] is not read: it is 1
+  void* pages;             // (P,page,Hk,D), contiguous; of FA_I4 D / 32 * 20 bytes in place of D
+  int64_t dtype;           // of pages: that of x, FA_I8, FA_E4M3, FA_E5M2 or FA_I4
+  float* scales;           // (P,page,Hk), contiguous: of rows in eight bits; or null
+  const int64_t* table;    // (B,blocks): the pages of each item
+  const int64_t* lengths;  // (B): keys of each item, the new ones among them, which are the last
+  const int64_t* offsets;  // (B+1), or null
+  int64_t B, n, Hk, D, P, page, blocks;
+  int64_t threads;         // at most this many threads
+};
+
 FA_EXPORT const char* fa_abi_fields(void);                                   // FA_FIELDS
 FA_EXPORT int64_t fa_cpu_max_head_dim(void);                                 // FA_CPU_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cpu_workspace(const struct FaCall* call, int64_t pass);  // bytes
 FA_EXPORT int64_t fa_cpu_run(const struct FaCall* call, int64_t pass);       // FaStatus
 
 FA_EXPORT int64_t fa_cpu_index(const struct FaIndexer* p);                   // FaStatus
+FA_EXPORT int64_t fa_cpu_append(const struct FaAppend* p);  // FaStatus; FA_BAD_PAGE if the table has
+                                                            // no page for a row: nothing is written
 
 FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can run, best first:
                                                      // "avx512_bf16,avx512,avx2,generic"; last

@@ -40,19 +40,19 @@ def columns(x: Tensor) -> int:
 def quantised_int4(x: Tensor) -> Tensor:
     """Rows x (..., D) as blocks (..., D / 32 * 20) of bytes; D is a multiple of 32.
 
-    The minimum of a block is its smallest number, rounded down to bfloat16. The scale is a 15th of
-    the distance from there to its largest number, rounded up. Numbers are rounded to nearest even.
-    A block of equal numbers that bfloat16 has gets scale 0 and is exact. A block becomes NaN, as
-    its scale, if it has a NaN, an infinity or a number out of bfloat16's range, or if its numbers
-    are further apart than the largest of float32.
+    The minimum of a block is its smallest number, rounded down to bfloat16; it is never -0. The
+    scale is a 15th of the distance from there to its largest number, rounded up. Numbers are
+    rounded to nearest even. A block of equal numbers that bfloat16 has gets scale 0 and is exact. A
+    block becomes NaN, its scale and its minimum, if it has a NaN, an infinity or a number out of
+    bfloat16's range, or if its numbers are further apart than the largest of float32.
     """
     x = x if x.dtype == torch.float64 else x.float()
     x = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
     smallest, largest = x.aminmax(dim=-1)
-    minimum = _rounded(smallest, -math.inf)
+    minimum = _rounded(smallest + 0.0, -math.inf)
     scale = _rounded((largest - minimum) / 15, math.inf)
     spans = (minimum.float() + 15 * scale.float() <= FLOAT32) & (largest <= MOST)
-    scale = torch.where(spans, scale, torch.nan)
+    scale, minimum = (torch.where(spans, x, torch.nan) for x in (scale, minimum))
     steps = (x - minimum[..., None]).div_(scale[..., None])
     n = steps.round_().clamp_(0, 15).nan_to_num_(0.0)  # NaN: of scale 0 or NaN
     low, high = n.to(torch.uint8).split(NUMBERS, -1)

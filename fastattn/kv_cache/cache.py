@@ -22,7 +22,8 @@ from ..call.quantisation import STORAGE
 from ..call.scalars import whole
 from ..call.validation import DTYPES
 from ..score_mods.tracing import MaskMod, ScoreMod
-from .block_pool import Claim, Pool, indexable, used, write
+from .block_pool import Claim, Pool, indexable, used
+from .new_rows import Put, put, put_stored
 
 Counts = int | Sequence[int] | Tensor
 F = TypeVar("F", bound=Callable[..., Any])
@@ -420,23 +421,20 @@ class KVCache:
         self._check(given, cu is not None)
         k = given["k"]
         if cu is None:
-            rows = self._pool.rows(**{name: x.transpose(1, 2) for name, x in given.items()})
-            n = k.shape[2]
+            write, n = put(self._pool, given), k.shape[2]
             if n <= self._slack:
-                self._go_on(n, rows)
+                self._go_on(n, write)
                 return
             change = self._with(torch.full_like(self._lengths, n), self._items)
-            at = self._next(n, change.items.table, change.page)
-            self._do(change, at, rows, self._left(change))
+            self._do(change, write, self._left(change))
         else:
-            rows, counts = self._pool.rows(**given), _steps(cu, self.batch, k.shape[0])
-            change = self._with(counts, self._items)
-            self._do(change, _places(change.items, counts, change.page), rows)
+            offsets = _offsets(cu, self.batch, k.shape[0])
+            write = put(self._pool, given, offsets)
+            self._do(self._with(offsets.diff(), self._items), write)
 
     def _check(self, given: dict[str, Any], packed: bool) -> None:
-        heads, widths = self._pool.k.shape[2], dict(zip("kv", self._pool.head_dims))
-        for name, x in given.items():
-            d = widths[name]
+        dtype, device, heads = self.dtype, self._pool.k.device, self._pool.k.shape[2]
+        for (name, x), d in zip(given.items(), self._pool.head_dims):
             letters = "(T, Hk, D)" if packed else "(B, Hk, n, D)"
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
@@ -444,7 +442,6 @@ class KVCache:
             if not fits or not (packed or x.shape[0] == self.batch):
                 sizes = f"Hk = {heads}, D = {d}" + ("" if packed else f", B = {self.batch}")
                 raise ValueError(f"{name}: got {tuple(x.shape)}, expected {letters} with {sizes}")
-            dtype, device = self.dtype, self._pool.k.device
             if (x.dtype, x.device) != (dtype, device):
                 expected = f"{dtype} on {device}, as the cache has"
                 raise ValueError(f"{name}: got {x.dtype} on {x.device}, expected {expected}")
@@ -453,18 +450,13 @@ class KVCache:
         if counts.get("v", counts["k"]) != counts["k"]:
             raise ValueError(f"v: got {counts['v']} rows, expected {counts['k']}, as k has")
 
-    def _go_on(self, n: int, rows: dict[str, Tensor]) -> None:
+    def _go_on(self, n: int, write: Put) -> None:
         """Append n keys to every item in the pages that it has, as most decoding steps do."""
         table, lengths, goes_on = self._items
         longer = lengths + n
         there = self._moved(table, longer)
-        write(self._pool.kept, self._moved(*self._next(n, table, self.page_size)), rows)
+        write(self._pool.kept, table, longer)
         self._set(Items(table, longer, goes_on), there, self._slack - n)
-
-    def _next(self, n: int, table: Tensor, page: int) -> tuple[Tensor, Tensor]:
-        """Where the next n keys of each item go: the page and the row in it, (B,n) each."""
-        key = self._lengths[:, None] + torch.arange(n, device="cpu")
-        return table.gather(1, key // page), key % page
 
     def _with(self, counts: Tensor, items: Items, gone: Tensor | None = None) -> Change:
         """Return the change that gives each of `items` room for `counts` more keys, in pages that
@@ -528,17 +520,11 @@ class KVCache:
         lengths = change.items.lengths
         return min(int((-lengths % change.page).min()), change.capacity - int(lengths.max()))
 
-    def _do(
-        self,
-        change: Change,
-        at: tuple[Tensor, Tensor] | None = None,
-        rows: dict[str, Tensor] | None = None,
-        slack: int = 0,
-    ) -> None:
+    def _do(self, change: Change, write: Put | None = None, slack: int = 0) -> None:
         """Write the rows, then apply the change: an error in writing leaves the cache as it was."""
         there = self._moved(*change.items[:2])
-        if at is not None and rows is not None:
-            write(change.claim.kept, self._moved(*at), rows)
+        if write is not None:
+            write(change.claim.kept, *change.items[:2])
         self._pool.settle(change.claim)
         self.capacity = change.capacity
         self._set(change.items, there, slack)
@@ -627,7 +613,7 @@ class KVCache:
         change = self._with(moved, items, self._table[blocks < n])
         kept = [self._rows(b, int(counts[b])) for b in moves.nonzero()[:, 0]]
         rows = {name: torch.cat([x[name] for x in kept]) for name in self._pool.kept if kept}
-        self._do(change, _places(change.items, moved, change.page) if kept else None, rows)
+        self._do(change, put_stored(rows, moved) if kept else None)
 
     @_kept
     def truncate(self, lengths: Counts) -> None:
@@ -750,14 +736,6 @@ class KVCache:
         return found
 
 
-def _places(items: Items, counts: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Where the last `counts` keys of each item are: the page and the row in it, (n,) each."""
-    item = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
-    first = torch.repeat_interleave(counts.cumsum(0) - items.lengths, counts)
-    key = torch.arange(len(item), device="cpu") - first
-    return items.table[item, key // page], key % page
-
-
 def _let_go(pool: Pool, held: list[Tensor]) -> None:
     with _disable_current_modes():  # a cache may be collected under any mode
         pool.drop(used(held[0], held[1], pool.page))
@@ -800,19 +778,18 @@ def _each(f, found):
     return tuple(f(x) for x in found) if isinstance(found, tuple) else f(found)
 
 
-def _steps(cu: Tensor, batch: int, total: int) -> Tensor:
-    """The number of rows of each item, by the offsets `cu`."""
+def _offsets(cu: Tensor, batch: int, total: int) -> Tensor:
+    """The offsets `cu` in int64, contiguous on the CPU."""
     if not isinstance(cu, Tensor) or cu.shape != (batch + 1,):
         got = tuple(cu.shape) if isinstance(cu, Tensor) else type(cu).__name__
         raise ValueError(f"cu: got {got}, expected (B + 1,) = ({batch + 1},) offsets")
-    offsets = _whole("cu", cu)
-    steps = offsets.diff()
-    if offsets[0] != 0 or offsets[-1] != total or (steps < 0).any():
+    offsets = _whole("cu", cu).contiguous()
+    if offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():
         raise ValueError(
             f"cu: got {offsets.tolist()}, expected offsets that begin at 0, never fall, and "
             f"end at {total}, the rows of k"
         )
-    return steps
+    return offsets
 
 
 def _index(items: Sequence[int] | Tensor | None, batch: int) -> Tensor:

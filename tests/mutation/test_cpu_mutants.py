@@ -17,6 +17,7 @@ import fastattn
 from fastattn import api
 from fastattn.backends.native import libraries
 from fastattn.call.int4 import INT4
+from tests.kv_cache import test_new_rows
 from tests.semantics import test_extents
 from tests.semantics.test_extents import CASES as WRITTEN
 from tests.semantics.test_extents import changed, refuse
@@ -726,6 +727,45 @@ classes of another sequence: cpu/score/sequence.h: score_mods
 captured gradients of all sequences are one: cpu/score/sequence.h: score_mods
 -b * captured_floats(p.mod) * item_size(p.lse.dtype);
 +0 * captured_floats(p.mod) * item_size(p.lse.dtype);
+numbers of eight bits are cut off: cpu/runtime/row_quantiser.h: new_rows
+-same_bits<uint32_t>(x + 0x1.8p23f); }
++uint32_t(int32_t(x)); }
+the number after the largest has a scale: cpu/runtime/row_quantiser.h: new_rows
+-exact < highest ? exact : highest;
++exact;
+a row with a NaN has a scale: cpu/runtime/row_quantiser.h: new_rows
+-!(size <= R(FLT_MAX)) ? NAN
++size > R(FLT_MAX) ? NAN
+halves of float8 are rounded up: cpu/runtime/row_quantiser.h: new_rows
+-const uint32_t odd = size >> kCut & 1;
++const uint32_t odd = 1;
+float8 has no subnormal numbers in its last binade: cpu/runtime/row_quantiser.h: new_rows
+-(size < (128u - BIAS) << 23
++(size < (127u - BIAS) << 23
+subnormal numbers of float16 are 0: cpu/runtime/row_quantiser.h: new_rows
+-rest < 0x400    ? tiny
++rest < 0x400    ? 0u
+a minimum above numbers of its block: cpu/runtime/row_quantiser.h: new_rows
+-return R(of_bf16(y)) > x ? uint16_t((y & 0x8000u) ? y + 1 : y - 1) : y;
++return y;
+a scale with which a block ends before its largest number: cpu/runtime/row_quantiser.h: new_rows
+-return R(of_bf16(y)) < x ? uint16_t(y + 1) : y;
++return y;
+a minimum of -0: cpu/runtime/row_quantiser.h: new_rows
+-bf16_below(low + R(0));
++bf16_below(low);
+blocks of huge numbers are kept: cpu/runtime/row_quantiser.h: new_rows
+-<= R(of_bf16(0x7F7F))
++<= R(FLT_MAX)
+sequences begin at the first new row: cpu/runtime/append.h: new_rows
+-(p.offsets ? p.offsets[b] * p.x.stride[1] : 0)
++0
+new rows begin at the first of a page: cpu/runtime/append.h: new_rows
+-* p.page + key % p.page;
++* p.page + i % p.page;
+scales of all heads are the first one's: cpu/runtime/append.h: new_rows
+-p.scales ? p.scales + to : nullptr);
++p.scales ? p.scales + to - h : nullptr);
 """
 
 
@@ -776,7 +816,9 @@ def library_object(sources, folder):
     names = (
         "cpu/runtime/library.cpp",
         "cpu/base/plan.h",
+        "cpu/runtime/append.h",
         "cpu/runtime/packed_batch.h",
+        "cpu/runtime/row_quantiser.h",
         "cpu/score/sequence.h",
         "cpu/score/score_mod_ops.h",
         "cpu/runtime/threads.h",
@@ -1071,6 +1113,11 @@ def extents():
             yield f"{name}: {error}"
 
 
+def new_rows():
+    """Rows that are appended to a cache."""
+    yield from test_new_rows.complaints()
+
+
 def rising():
     """A tighter bound than the judge's: its baseline has 16-bit logits, which are large here."""
     for problem in problems("rising", torch.bfloat16):
@@ -1095,7 +1142,7 @@ def of_weights(features):
 verdicts = {}
 FOLDED = ("items heads", "heads items")  # of mapped dimensions
 OTHERS = ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least", "extents")
-OTHERS += ("score_mods", "stored", "four_bits", "nan_columns")
+OTHERS += ("score_mods", "stored", "four_bits", "nan_columns", "new_rows")
 
 
 def complaints(name, dtype=torch.float32):

@@ -138,6 +138,19 @@ def quantised(rng, D, dtype, sizes, backend):
         fastattn.attention_packed(**given, backend=backend)
 
 
+@kind
+def new_rows(rng, D, dtype, sizes, backend):
+    """Rows that a cache quantises as it appends them."""
+    heads, storage = rng.choice((1, 3)), rng.choice((None, "int4", *NAMES.values()))
+    D = -(-D // 32) * 32 if storage == "int4" else D
+    n, page_size = rng.randint(1, sizes.keys), rng.choice((None, 1, 7))
+    capacity = dict(capacity=2 * sizes.keys, page_size=page_size)
+    made = fastattn.KVCache(2, heads, D, **capacity, dtype=dtype, storage=storage)
+    k, v = torch.randn(2, 2, heads, n, D).to(dtype)
+    made.append(k, v)
+    made.append(k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor([0, n // 2, n]))
+
+
 def cache(number):
     """A cache as a state machine."""
     cache_model.run(number, 40)

@@ -80,6 +80,7 @@ SHARES = {
     "test_int4_rows": (4, ALL),
     "test_int4_errors": (4, ALL),
     "test_int4_cache": (4, 2),
+    "test_new_rows": (7, 2),
     "test_huge_pages": (4, ALL),
     "test_storage_error": (NONE, 2),
     "test_amx": (5, ALL),

@@ -7,6 +7,7 @@
 #include "../../common/band.h"
 #include "../../common/extents.h"
 #include "../base/plan.h"
+#include "append.h"
 #include "isa_choice.h"
 #include "packed_batch.h"
 #include "platform.h"
@@ -406,6 +407,18 @@ int64_t fa_cpu_index(const FaIndexer* p) {
       fa::run_tasks(tasks.count, tasks.scratch, std::min(p->threads, tasks.count),
                     [&](int64_t task, char* scratch) { tasks.run(*p, task, scratch); });
   return done ? FA_OK : FA_NO_MEMORY;
+}
+
+// Waking a thread takes as long as quantising some 2^16 numbers.
+int64_t fa_cpu_append(const FaAppend* p) {
+  if (const int64_t status = fa::bad_append(*p)) return status;
+  const fa::WriteRow write = fa::row_writer(*p);
+  const int64_t tasks = p->B * fa::tasks_of_item(*p);
+  const int64_t rows = p->offsets ? p->offsets[p->B] : p->B * p->n;
+  const double worth = 1 + double(rows) * p->Hk * p->D / (1 << 16);
+  const int64_t threads = worth < p->threads ? static_cast<int64_t>(worth) : p->threads;
+  fa::run_tasks(tasks, 0, threads, [&](int64_t task, char*) { fa::append_rows(*p, write, task); });
+  return FA_OK;
 }
 
 const char* fa_cpu_isas(void) {

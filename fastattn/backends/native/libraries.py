@@ -153,6 +153,7 @@ class CpuLibrary(Library):
     run: Entry
     run_at: int
     index: Entry
+    append: Entry
     isas: Entry
     isa: Entry
     why: Entry
@@ -170,6 +171,7 @@ class CpuLibrary(Library):
         self.run = self.entry("fa_cpu_run", integer, params, integer)
         self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
         self.index = self.entry("fa_cpu_index", integer, params)
+        self.append = self.entry("fa_cpu_append", integer, params)
         self.isas = self.entry("fa_cpu_isas", text)
         self.isa = self.entry("fa_cpu_isa", text)
         self.why = self.entry("fa_cpu_why", text)

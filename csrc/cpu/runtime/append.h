@@ -1,0 +1,79 @@
+// New keys or values of a cache, written into its pages: a task is some rows of one item.
+#pragma once
+#include <algorithm>
+
+#include "../../abi.h"
+#include "../../common/item_size.h"
+#include "row_quantiser.h"
+
+namespace fa {
+
+// Writes n numbers to a row of pages, and its scale.
+using WriteRow = void (*)(const void* x, int64_t n, uint8_t* to, float* scale);
+
+template <class T>
+WriteRow row_writer_of(int64_t dtype) {
+  switch (dtype) {
+    case FA_I8:
+      return quantise_row<ToInt8, T>;
+    case FA_E4M3:
+      return quantise_row<ToE4m3, T>;
+    case FA_E5M2:
+      return quantise_row<ToE5m2, T>;
+    case FA_I4:
+      return quantise_int4_row<T>;
+    default:
+      return copy_row<T>;
+  }
+}
+inline WriteRow row_writer(const FaAppend& p) {
+  switch (p.x.dtype) {
+    case FA_F64:
+      return row_writer_of<double>(p.dtype);
+    case FA_BF16:
+      return row_writer_of<RowBf16>(p.dtype);
+    case FA_F16:
+      return row_writer_of<RowF16>(p.dtype);
+    default:
+      return row_writer_of<float>(p.dtype);
+  }
+}
+
+constexpr int64_t kRowsOfTask = 32;
+
+inline int64_t new_rows(const FaAppend& p, int64_t b) {
+  return p.offsets ? p.offsets[b + 1] - p.offsets[b] : p.n;
+}
+inline int64_t tasks_of_item(const FaAppend& p) { return (p.n + kRowsOfTask - 1) / kRowsOfTask; }
+
+// FA_BAD_PAGE if an item has no page for its new rows.
+inline int64_t bad_append(const FaAppend& p) {
+  for (int64_t b = 0; b < p.B; ++b) {
+    const int64_t first = p.lengths[b] - new_rows(p, b);
+    if (first < 0 || p.lengths[b] > p.blocks * p.page) return FA_BAD_PAGE;
+    for (int64_t at = first / p.page; at * p.page < p.lengths[b]; ++at) {
+      const int64_t page = p.table[b * p.blocks + at];
+      if (page < 0 || page >= p.P) return FA_BAD_PAGE;
+    }
+  }
+  return FA_OK;
+}
+
+inline void append_rows(const FaAppend& p, WriteRow write, int64_t task) {
+  const int64_t b = task / tasks_of_item(p), count = new_rows(p, b);
+  const int64_t first = task % tasks_of_item(p) * kRowsOfTask;
+  const int64_t row_bytes = p.dtype == FA_I4 ? p.D / 32 * 20 : p.D * item_size(p.dtype);
+  const char* from = static_cast<const char*>(p.x.data);
+  const int64_t of_item = b * p.x.stride[0] + (p.offsets ? p.offsets[b] * p.x.stride[1] : 0);
+  for (int64_t i = first; i < std::min(count, first + kRowsOfTask); ++i) {
+    const int64_t key = p.lengths[b] - count + i;
+    const int64_t row = p.table[b * p.blocks + key / p.page] * p.page + key % p.page;
+    for (int64_t h = 0; h < p.Hk; ++h) {
+      const int64_t at = of_item + i * p.x.stride[1] + h * p.x.stride[2], to = row * p.Hk + h;
+      write(from + at * item_size(p.x.dtype), p.D, static_cast<uint8_t*>(p.pages) + to * row_bytes,
+            p.scales ? p.scales + to : nullptr);
+    }
+  }
+}
+
+}  // namespace fa
