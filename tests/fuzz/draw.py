@@ -226,7 +226,7 @@ class Packed:
         if name in ("dk", "dv", "k", "v"):
             return x[self.keys[b]].transpose(0, 1)[None]
         if name in ("mask", "dmask"):
-            return of_sequence(x, b, _count(self.rows[b]), _count(self.keys[b]))
+            return of_sequence(x, b, rows_in(self.rows[b]), rows_in(self.keys[b]))
         return x
 
 
@@ -241,13 +241,14 @@ def of_sequence(x, b, M, N):
     return x
 
 
-def _count(part):
+def rows_in(part):
     return part.stop - part.start
 
 
-def packed(rng, dtype, most=100, masks=MASKS):
-    """A packed call of up to five sequences, some of them empty."""
+def packed(rng, dtype, most=100, masks=MASKS, widths=1):
+    """A packed call of up to five sequences, some of them empty. widths: D and Dv are multiples."""
     d = dims(rng, most)
+    d = replace(d, D=-(-d.D // widths) * widths, Dv=-(-d.Dv // widths) * widths)
     B = rng.choice((0, 1, 2, 2, 3, 5))
     counts = [(size(rng, most), size(rng, most)) for _ in range(B)]
     if rng.random() < 0.2:  # decoding
@@ -326,66 +327,6 @@ class PackedVerdict(Verdict):
                 for whole, own in ((self.exact, verdict.exact), (self.bounds, verdict.bounds)):
                     batch.part(name, whole[name], b).add_(own[name])
         self.problem = Problem(batch.name, given["q"], given["k"], given["v"], given, out)
-
-
-# ----------------------------------------------------------------------------- pages and eight bits
-
-
-def paged(rng, batch):
-    """The arguments of the same packed call with its keys in pages, each key once.
-
-    Unused pages hold NaN. Unused table entries are out of range."""
-    page = rng.choice((1, 5, 16, 33, 64, 256))
-    given = {name: x for name, x in batch.given.items() if name != "cu_k"}
-    lengths = torch.tensor([_count(keys) for keys in batch.keys], dtype=torch.int64)
-    each = [-(-int(n) // page) for n in lengths]
-    spare = rng.randint(1, 3)
-    blocks = max(each, default=0) + rng.randint(0, 2)
-    order = rng.sample(range(sum(each) + spare), sum(each) + spare)
-    table = torch.tensor(
-        [[rng.choice((-(10**9), 10**9, -1)) for _ in range(blocks)] for _ in each],
-        dtype=torch.int64,
-    ).view(len(each), blocks)
-    pools = {}
-    for name in ("k", "v", "k_scale", "v_scale"):
-        if name in given:
-            x = given[name]
-            nonsense = torch.nan if x.dtype.is_floating_point else 99
-            pools[name] = torch.full((len(order), page, *x.shape[1:]), nonsense).to(x.dtype)
-    at = 0
-    for b, count in enumerate(each):
-        for block in range(count):
-            table[b, block] = order[at]
-            first = batch.keys[b].start + block * page
-            rows = slice(first, min(first + page, batch.keys[b].stop))
-            for name, pool in pools.items():
-                pool[order[at], : _count(rows)] = given[name][rows]
-            at += 1
-    if "mask" in given or "max_k" in given:
-        given.setdefault("max_k", int(lengths.max()) if len(lengths) else 0)
-    index = rng.choice((torch.int32, torch.int64))
-    own = batch.given.get("key_lengths", lengths)
-    return given | pools | dict(block_table=table.to(index), key_lengths=own.to(index))
-
-
-def in_eight_bits(rng, batch):
-    """Two batches: one with keys and values in eight bits and a scale per row, and one with the
-    values that these represent."""
-    storage = rng.choice((torch.int8, torch.float8_e4m3fn, torch.float8_e5m2))
-    given, plain = dict(batch.given), dict(batch.given)
-    generator = torch.Generator().manual_seed(rng.randrange(2**20))
-    for name in ("k", "v"):
-        x = torch.randn(given[name].shape, generator=generator)
-        x = (x * 40).round().clamp(-127, 127) if storage == torch.int8 else x
-        scale = 0.01 + torch.rand(x.shape[:2], generator=generator) * 0.02
-        if storage != torch.int8:
-            scale = scale * 50
-        given[name], given[f"{name}_scale"] = x.to(storage), scale
-        wide = torch.float64 if batch.dtype == torch.float64 else torch.float32
-        plain[name] = (given[name].to(wide) * scale[..., None].to(wide)).to(batch.dtype)
-    represented = replace(batch, given=plain, alone=[])
-    represented.alone = [alone(represented, b) for b in range(len(batch.rows))]
-    return replace(batch, given=given), represented
 
 
 def finite(x):

@@ -11,6 +11,7 @@ from torch.func import grad, jvp, vjp, vmap
 import fastattn
 from fastattn import reference
 from fastattn.backends import base
+from fastattn.call.int4 import BLOCK
 from fastattn.call.spec import Feature
 from tests.integrations.test_flash_attn import agree as agree_with_gradients
 from tests.integrations.test_flash_attn import leaves_of, offsets
@@ -23,7 +24,7 @@ from tests.support.backends import FUSED, REASONS, variant, variants
 from tests.support.cases import DTYPES
 from tests.support.error_budget import Verdict
 
-from . import draw
+from . import draw, stored
 from .refused import REFUSED
 
 PARTS = {}
@@ -120,22 +121,29 @@ def packed(rng):
 
 @part
 def paged(rng):
-    """`attention_packed` of keys in pages, and in eight bits."""
-    dtype = dtype_of(rng)
-    batch = represented = draw.packed(rng, dtype)
+    """`attention_packed` of keys in pages, and in eight and four bits."""
+    dtype, bits = dtype_of(rng), rng.choice((None, None, None, 8, 4))
+    batch, values = draw.packed(rng, dtype, widths=BLOCK if bits == 4 else 1), None
     more = invariance(rng)
     features = Feature.PAGED | features_of(more)
-    if rng.random() < 0.4:
-        batch, represented = draw.in_eight_bits(rng, batch)
+    if bits == 8:
+        batch, values = stored.in_eight_bits(rng, batch)
         features |= Feature.QUANTISED
+    if bits == 4:
+        batch, values = stored.in_four_bits(rng, batch)
+        features |= Feature.INT4
     given = dict(batch.given)
     if rng.random() < 0.8:
-        given = draw.paged(rng, batch)
+        given = stored.paged(rng, batch)
     with somewhere(rng, dtype, features) as name, torch.no_grad():
         result = fastattn.attention_packed(**given, backend=name, **more)
         results = result if isinstance(result, tuple) else (result,)
         found = dict(zip(("out", "lse"), results))
-        none(draw.PackedVerdict(represented, backward=False).about(found))
+        if values is None:
+            verdict = draw.PackedVerdict(batch, backward=False)
+        else:
+            verdict = stored.StoredVerdict(batch, values)
+        none(verdict.about(found))
 
 
 @part

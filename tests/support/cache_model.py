@@ -13,8 +13,10 @@ import torch
 
 import fastattn
 from fastattn import KVCache
+from fastattn.call.int4 import dequantised_int4, quantised_int4
+from fastattn.call.quantisation import dequantised, quantised
 
-HK, D, DV = 1, 2, 3
+HK = 1
 PAGES = (None, 1, 2, 3, 4)
 
 
@@ -23,9 +25,9 @@ class Full(Exception):
 
 
 class Item:
-    """rows: (k, v) of each key. pages: page numbers. goes_on: the item may write into its last page
-    although that is shared: it was the page's only user before the page was shared, or has written
-    there since; and it has dropped no key since."""
+    """rows: of each key what `Machine.stored` returns for it. pages: page numbers. goes_on: the
+    item may write into its last page although that is shared: it was the page's only user before
+    the page was shared, or has written there since; and it has dropped no key since."""
 
     def __init__(self, rows=(), pages=(), goes_on=False):
         self.rows, self.pages, self.goes_on = list(rows), list(pages), goes_on
@@ -56,12 +58,12 @@ class Machine:
 
     def __init__(self, chance, page, capacity, storage=None):
         self.chance, self.capacity, self.storage = chance, capacity, storage
-        batch = chance.randrange(1, 4)
+        batch, (self.D, self.DV) = chance.randrange(1, 4), (64, 32) if storage == "int4" else (2, 3)
         self.generator = torch.Generator().manual_seed(chance.randrange(2**32))
-        given = dict(value_dim=DV, capacity=capacity, page_size=page, storage=storage)
+        given = dict(value_dim=self.DV, capacity=capacity, page_size=page, storage=storage)
         page = page or capacity
         self.pages = Pages(batch * -(-capacity // page), page)
-        self.caches = [KVCache(batch, HK, D, **given)]
+        self.caches = [KVCache(batch, HK, self.D, **given)]
         self.items = [[Item() for _ in range(batch)]]
         self.fulls = 0
 
@@ -138,7 +140,7 @@ class Machine:
             self.items[at] = made
 
     def new(self, n):
-        k, v = (torch.randn(n, HK, d, generator=self.generator) for d in (D, DV))
+        k, v = (torch.randn(n, HK, d, generator=self.generator) for d in (self.D, self.DV))
         return k, v
 
     def append(self, at):
@@ -153,7 +155,7 @@ class Machine:
             given = k, v, torch.tensor([0, *counts]).cumsum(0)
         else:
             given = tuple(torch.stack(x).transpose(1, 2) for x in zip(*news, strict=True))
-        rows = [list(zip(k, v, strict=True)) for k, v in news]
+        rows = [self.stored(k, v) for k, v in news]
         self.change(at, lambda x: x.append(*given), lambda: self.appended(items, rows))
 
     def append_own(self, at):
@@ -164,7 +166,7 @@ class Machine:
         if self.storage or len(k) < len(items) or not written:
             return
         rows = [
-            [(x.squeeze(0).clone(), y.squeeze(0).clone())]
+            self.stored(x.clone(), y.clone())
             for x, y in zip(k.transpose(1, 2), v.transpose(1, 2), strict=True)
         ]
         self.change(at, lambda x: x.append(k, v), lambda: self.appended(items, rows))
@@ -212,8 +214,8 @@ class Machine:
     def wrong(self, at):
         """Calls with invalid arguments change nothing."""
         cache = self.caches[at]
-        k, v = (torch.zeros(cache.batch, HK, 1, d) for d in (D, DV))
-        sparse = torch.zeros(cache.batch, HK, 1, DV).to_sparse()
+        k, v = (torch.zeros(cache.batch, HK, 1, d) for d in (self.D, self.DV))
+        sparse = v.to_sparse()
         calls = (
             lambda: cache.append(k, v[..., :1]),
             lambda: cache.append(k, v.double()),
@@ -255,23 +257,31 @@ class Machine:
             self.check_contents(cache, items)
 
     def check_contents(self, cache, items):
-        keys = [dense([k for k, _ in x.rows], (HK, D)) for x in items]
-        values = [dense([v for _, v in x.rows], (HK, DV)) for x in items]
-        q = torch.randn(len(items), HK, 1, D, generator=self.generator)
+        q = torch.randn(len(items), HK, 1, self.D, generator=self.generator)
         out = cache.attention(q)
-        for b, (k, v) in enumerate(zip(keys, values, strict=True)):
-            if self.storage is None:
-                kept_k, kept_v = kept(cache, b)
-                assert torch.equal(kept_k, k) and torch.equal(kept_v, v), f"rows of item {b}"
-            expected = fastattn.attention(
-                q[b : b + 1], *(x.transpose(0, 1)[None] for x in (k, v)), causal="bottom_right"
-            )
-            close = 0 if self.storage is None else 0.3
+        nothing = self.stored(*self.new(0), of_keys=False)
+        for b, x in enumerate(items):
+            rows = [torch.stack(of) for of in zip(*x.rows, strict=True)] or nothing
+            for found, numbers in zip(kept(cache, b), rows[:2], strict=True):
+                assert torch.equal(found, numbers), f"rows of item {b}"
+            k, v = (of.transpose(0, 1)[None] for of in rows[2:])
+            expected = fastattn.attention(q[b : b + 1], k, v, causal="bottom_right")
+            close = 0 if self.storage is None else 1e-5
             assert torch.allclose(out[b : b + 1], expected, rtol=close, atol=close), f"item {b}"
 
-
-def dense(rows, shape):
-    return torch.stack(rows) if rows else torch.zeros(0, *shape)
+    def stored(self, k, v, of_keys=True):
+        """Rows as the cache keeps them, of keys and of values, without scales; and the numbers that
+        they are. of_keys: for each key."""
+        if self.storage is None:
+            found = k, v, k, v
+        elif self.storage == "int4":
+            rows = quantised_int4(k), quantised_int4(v)
+            found = *rows, *(dequantised_int4(x, torch.float32) for x in rows)
+        else:
+            rows = [quantised(x, self.storage) for x in (k, v)]
+            values = (dequantised(*x, torch.float32) for x in rows)
+            found = *(numbers for numbers, _ in rows), *values
+        return list(zip(*found, strict=True)) if of_keys else found
 
 
 def kept(cache, b):
@@ -305,7 +315,7 @@ def run(seed, steps=40):
     AssertionError of a failure names the seed."""
     chance = random.Random(seed)
     page, capacity = chance.choice(PAGES), chance.randrange(1, 11)
-    storage = chance.choice((None, None, None, torch.int8))
+    storage = chance.choice((None, None, None, torch.int8, "int4"))
     machine, log = Machine(chance, page, capacity, storage), []
     for _ in range(steps):
         try:
