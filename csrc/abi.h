@@ -237,7 +237,7 @@ FA_EXPORT void fa_cpu_float32_on_tiles(int64_t on);  // 0: float32 on vectors ev
 FA_EXPORT void fa_cpu_poison(int64_t on);
 FA_EXPORT const char* fa_cpu_served(const char* vendor, int64_t family, int64_t model,
                                     const char* isas);
-enum FaVectorFunction { FA_EXP = 0, FA_TANH = 1 };
+enum FaVectorFunction { FA_EXP = 0, FA_TANH = 1, FA_LOG = 2 };
 FA_EXPORT void fa_cpu_vector_function(int64_t which, int64_t dtype, const void* x, void* y,
                                       int64_t n);
 FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thread on registers

@@ -143,7 +143,9 @@ void each_vector(int64_t which, const R* x, R* y, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes<R>) {
     const int64_t here = std::min<int64_t>(kLanes<R>, n - i);
     const Vec<R> at = load_some(x + i, here);
-    const Vec<R> value = which == FA_EXP ? Vec<R>(exp(at)) : Vec<R>(tanh<R>(at));
+    const Vec<R> value = which == FA_EXP   ? Vec<R>(exp(at))
+                         : which == FA_LOG ? Vec<R>(log(at))
+                                           : Vec<R>(tanh<R>(at));
     std::memcpy(y + i, &value, here * sizeof(R));
   }
 }

@@ -6,9 +6,9 @@ bits. The value of a number n, 0 to 15, is n * scale + minimum in float32 (float
 product is exact there, so one rounding (fma) and two have the same bits, if the product is finite.
 
 Where the CPU decodes a few rows on vectors, it multiplies sums of n by the scale and does not round
-values. On x86-64 it also rounds q of 16 bits, to multiples of a 32767th of the row's largest number:
-scores are products of integers then. That is at most a 65534th of this number times the sum of the
-numbers n * scale, and far less than four bits' own error.
+values. On x86-64 it also rounds q of 16 bits, to multiples of a 32767th of its row's largest
+number: scores are products of integers then. That changes a score by a 65534th of this number times
+the sum of a key's n * scale, at most, which is far less than the error of four bits.
 
 Each row has scales of its own. So a row is written once, in place, when its token comes, and pages
 of rows are shared and copied as any others.

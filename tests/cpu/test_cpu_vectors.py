@@ -1,4 +1,4 @@
-"""exp and tanh of the CPU kernels: errors as simd.h states them, no subnormal results."""
+"""exp, log and tanh of the CPU kernels: errors as exp_tanh.h states them, no subnormal results."""
 
 import ctypes
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 ISAS = [] if libraries.cpu_unavailable() else libraries.cpu_isas()
 every_isa = pytest.mark.parametrize("isa", ISAS)
 every_real = pytest.mark.parametrize("real", [np.float32, np.float64])
-EXP, TANH = range(2)
+EXP, TANH, LOG = range(3)
 LEAST = {np.float32: 100, np.float64: 900}  # exp is 0 below 2^-LEAST
 # The logarithm of 2^127.5 or 2^1023.5: above it, only AVX-512 returns finite numbers.
 MOST = {np.float32: 88.37, np.float64: 709.4}
@@ -73,6 +73,18 @@ def test_error_of_tanh(isa, real):
         assert worst(call(isa, TANH, x), np.tanh(x.astype(np.longdouble))) <= 2
 
 
+@needs_long_double
+@every_real
+@every_isa
+def test_error_of_log(isa, real):
+    """For sums of exponentials: near 1, of long rows, and of any other size."""
+    tiny, largest = np.log(np.finfo(real).tiny), np.log(np.finfo(real).max)
+    any_size = np.exp(between(tiny, largest, np.float64)).astype(real)
+    ends = np.array([np.finfo(real).tiny, np.finfo(real).max, 1, 2, np.sqrt(2)], real)
+    for x in (between(1, 2, real), between(1, 1e6, real), between(0.5, 1, real), any_size, ends):
+        assert worst(call(isa, LOG, x), np.log(x.astype(np.longdouble))) <= 1
+
+
 @every_real
 @every_isa
 def test_exp_is_zero_or_normal(isa, real):
@@ -102,3 +114,5 @@ def test_special_values(isa, real):
     x = np.array([0, -0.0, np.inf, -np.inf, np.nan, most, -most, 1e30, -1e30], real)
     expected = [0, 0, 1, -1, np.nan, 1, -1, 1, -1]
     np.testing.assert_array_equal(call(isa, TANH, x), np.array(expected, real))
+    x = np.array([1, np.inf, np.nan], real)
+    np.testing.assert_array_equal(call(isa, LOG, x), np.array([0, np.inf, np.nan], real))

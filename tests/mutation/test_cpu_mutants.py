@@ -181,6 +181,12 @@ the maximum ignored: cpu/score/tile.h: plain
 the sum not rescaled: cpu/score/tile.h: plain
 -load(l + v * W) * load(rescale + v * W) + sum[v]
 +load(l + v * W) + sum[v]
+the normaliser of the first vector for all rows: cpu/score/normaliser.h: strips
+-sum = load(l + i), logarithm
++sum = load(l), logarithm
+the tail is not written: cpu/score/normaliser.h: far_rows
+-data[to.at(rows.i0 + i + x, 1)] = tail[x];
++data[to.at(rows.i0 + i + x, 1)] = 0;
 the tail omitted: cpu/score/tile.h: far_rows
 -exp(V((x - lse[v]) - tail[v]))
 +exp(V(x - lse[v]))
@@ -287,8 +293,8 @@ a sink with a value of 1: cpu/forward/forward.h: sinks
 -sink == -kInf<R> ? R(0) : R(1));
 +sink == -kInf<R> ? R(0) : R(2));
 values are read from the start of a block: cpu/forward/forward.h: far_bands
--v.data += (keys.j0 - J0) / pair * v.stride;
-+;
+-value_rows.data + (keys.j0 - J0) / pair * value_rows.stride
++value_rows.data
 delta without dLSE: cpu/backward/backward.h: lse_loss
 -if (p.dlse.data) subtract(p.dlse, rows, delta);
 +;
@@ -305,11 +311,11 @@ the last heads of a group lost: cpu/forward/forward.h: shared_heads
 -return (group(p) + heads_per_task(p) - 1) / heads_per_task(p);
 +return group(p) / heads_per_task(p);
 one head of a task computed: cpu/forward/forward.h: shared_heads
--std::min(begin_head + heads_per_task(p), end_head)
-+std::min(begin_head + 1, end_head)
+-std::min(here.head + heads, (here.hk + 1) * in_group)
++std::min(here.head + 1, (here.hk + 1) * in_group)
 tasks count heads by key heads: cpu/forward/forward.h: shared_heads
--hk = at % each / shares(p), end_head
-+hk = at % p.Hk, end_head
+-hk = share / of_head;
++hk = share % p.Hk;
 columns of V are those of the first register tile: cpu/forward/forward.h: shared_heads
 -v.data + of.lo / pair * v.stride + c, v.stride
 +v.data + of.lo / pair * v.stride, v.stride

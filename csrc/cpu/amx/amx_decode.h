@@ -263,10 +263,11 @@ struct AmxDecode : Decode<Amx<P>> {
       bool unfit = false;
       for (int64_t c = 0; c < Base::chunks(p); ++c)
         unfit = unfit || not_served(p)[Base::part(p, c, rows.b, rows.h, i)] != kFits;
-      if (unfit)
-        Vectors::over_keys(p, rows.b, key_head(p, rows.h), i, i + 1, buf, [&](auto f) {
-          f(std::integral_constant<int, 1>{}, rows.one(i), buf.state[0]);
-        });
+      if (unfit) {
+        buf.state[0].rows = rows.one(i);
+        buf.state[0].lanes = kLanes<float>;
+        Vectors::over_keys(p, 1, buf);
+      }
       mark_scores(p, rows, i, unfit);
     }
   }

@@ -187,9 +187,9 @@ struct AmxForward {
   }
 
   static void finish(const Params& p, const Rows& rows, const State& st) {
+    write_normalisers(p, rows, st.m, st.l);
     for (int64_t i = 0; i < rows.count; ++i) {
       const float l = st.l[i];
-      write_normaliser(p, rows.b, rows.h, rows.i0 + i, st.m[i], l);
       st.l[i] = l == 0 ? 0.0f : 1 / l;
     }
     if (p.Dv > 0)
@@ -211,12 +211,10 @@ struct AmxForward {
       while (i + 1 < rows.count && which >> (i + 1) & 1 &&
              see_same_unfit_keys(p, some.one(0), rows.one(i + 1), fits))
         ++i, ++some.count;
-      Vectors::over_keys(p, rows.b, key_head(p, rows.h), some.i0, some.end(), buf, [&](auto f) {
-        if (p.M <= kLanes<float>)  // `carve` has sized the buffers for one vector
-          f(std::integral_constant<int, 1>{}, some, buf.state[0]);
-        else
-          f(std::integral_constant<int, NV>{}, some, buf.state[0]);
-      });
+      buf.state[0].rows = some;
+      // `carve` has sized the buffers for one vector, or for two at least.
+      buf.state[0].lanes = p.M <= kLanes<float> ? kLanes<float> : kLanesUsed;
+      Vectors::over_keys(p, 1, buf);
     }
   }
 

@@ -1,4 +1,4 @@
-// exp and tanh of vectors, with their errors.
+// exp, log and tanh of vectors, with their errors.
 #pragma once
 #include "simd.h"
 
@@ -104,6 +104,31 @@ FA_INLINE Vec<double> exp(Vec<double> x) { return exp_by_magic<double>(x); }
 template <class R>
 FA_INLINE R exp_one(R x) {
   return exp(splat(x))[0];
+}
+
+// log of a number from 2^-126 on, of +inf or NaN, after Cephes: x = 2^n (1 + f), with 1 + f in
+// [sqrt(1/2), sqrt(2)). Within 1 ulp.
+FA_INLINE Vec<float> log(Vec<float> x) {
+  constexpr int32_t half = 0x3f3504f3;  // sqrt(1/2)
+  const Vec<int32_t> bits = (Vec<int32_t>)x - half, n = bits >> 23;
+  const Vec<float> f = (Vec<float>)((bits & 0x7fffff) + half) - 1.0f, z = f * f;
+  const Vec<float> e = __builtin_convertvector(n, Vec<float>);
+  Vec<float> p = f * 7.0376836292e-2f - 1.1514610310e-1f;
+  p = p * f + 1.1676998740e-1f;
+  p = p * f - 1.2420140846e-1f;
+  p = p * f + 1.4249322787e-1f;
+  p = p * f - 1.6668057665e-1f;
+  p = p * f + 2.0000714765e-1f;
+  p = p * f - 2.4999993993e-1f;
+  p = p * f + 3.3333331174e-1f;
+  const Vec<float> low = p * f * z + (e * -2.12194440e-4f - 0.5f * z);
+  const Vec<float> y = e * 0.693359375f + (f + low);
+  return x < kInf<float> ? y : x;
+}
+// Few are needed: one by one.
+FA_INLINE Vec<double> log(Vec<double> x) {
+  for (int l = 0; l < kLanes<double>; ++l) x[l] = std::log(x[l]);
+  return x;
 }
 
 // tanh, after Cephes (Moshier): a polynomial near 0, where 1 - 2/(e^2x + 1) cancels. Within 2 ulp

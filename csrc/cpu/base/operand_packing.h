@@ -40,9 +40,7 @@ FA_INLINE void each_column(const E* src, int64_t ld, int64_t rows, int64_t colum
   int64_t c = 0;
   if (rows >= W)  // whole blocks stay in registers
     for (; c + W <= columns; c += W) {
-#pragma GCC unroll 16
-      for (int r = 0; r < W; ++r) block[r] = load(src + r * ld + c);
-      transpose_registers<E>(block);
+      load_transposed(src + c, ld, block);
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) out(c + i, block[i]);
     }

@@ -189,6 +189,38 @@ FA_INLINE void transpose_registers(Vec<E>* r) {
     transpose_registers<E, 2 * S>(r);
   }
 }
+// Reads a kLanes x kLanes block with rows `ld` apart, transposed: r[c] has column c.
+template <class E>
+FA_INLINE void load_transposed(const E* src, int64_t ld, Vec<E>* r) {
+#if defined(__AVX512F__)
+  // Four rows of four numbers fill a register as they are read, so two rounds remain. Inserting from
+  // memory takes no turn of the one unit that shuffles.
+  if constexpr (sizeof(E) == 4) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const E* at = src + i % 4 * ld + i / 4 * 4;
+      const auto quarter = [&](int q) { return _mm_loadu_ps((const float*)(at + 4 * q * ld)); };
+      __m512 rows = _mm512_castps128_ps512(quarter(0));
+      rows = _mm512_insertf32x4(rows, quarter(1), 1);
+      rows = _mm512_insertf32x4(rows, quarter(2), 2);
+      r[i] = (Vec<E>)_mm512_insertf32x4(rows, quarter(3), 3);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+      const __m512 a = (__m512)r[i], b = (__m512)r[i + 1], c = (__m512)r[i + 2],
+                   d = (__m512)r[i + 3];
+      const __m512d ab = (__m512d)_mm512_unpacklo_ps(a, b), cd = (__m512d)_mm512_unpacklo_ps(c, d);
+      const __m512d AB = (__m512d)_mm512_unpackhi_ps(a, b), CD = (__m512d)_mm512_unpackhi_ps(c, d);
+      r[i] = (Vec<E>)_mm512_unpacklo_pd(ab, cd), r[i + 1] = (Vec<E>)_mm512_unpackhi_pd(ab, cd);
+      r[i + 2] = (Vec<E>)_mm512_unpacklo_pd(AB, CD), r[i + 3] = (Vec<E>)_mm512_unpackhi_pd(AB, CD);
+    }
+    return;
+  }
+#endif
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<E>; ++i) r[i] = load(src + i * ld);
+  transpose_registers<E>(r);
+}
 
 // Sums along the lanes of kLanes vectors: lane i has the sum of r[i]. The vectors are overwritten.
 template <class E, int S = 1>

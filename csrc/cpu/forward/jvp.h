@@ -172,8 +172,7 @@ struct Jvp {
   static void finish(const Params& p, const Rows& rows, const Buffers& buf) {
     using T = Tile<R, NV>;
     using V = Vec<R>;
-    for (int64_t i = 0; i < rows.count; ++i)
-      if (kForward) write_normaliser(p, rows.b, rows.h, rows.i0 + i, buf.m[i], buf.l[i]);
+    if (kForward) write_normalisers(p, rows, buf.m, buf.l);
     R *one = buf.rescale, *inverse = buf.l, *lse_t = buf.mu;
     for (int l = 0; l < T::lanes; ++l) {
       one[l] = R(1);

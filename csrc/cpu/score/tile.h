@@ -10,7 +10,7 @@
 #pragma once
 #include "../../common/philox.h"
 #include "../base/bf16_quads.h"
-#include "../base/exp_tanh.h"
+#include "normaliser.h"
 #include "score_mod.h"
 
 namespace fa {
@@ -25,37 +25,6 @@ FA_INLINE bool heads_alike(const Params& p) {
 // True if the derivative of a score by its scaled product may differ from 1.
 FA_INLINE bool has_derivative(const Params& p) {
   return p.softcap > 0 || (p.mod.code && code_of(p.mod).derivative);
-}
-
-// The logarithm of a row's sum of exponentials as two numbers, of one lane each: `lse` and what its
-// rounding cut off. Where scores are as large as a mask of finfo.min, lse alone has lost the sum.
-template <class R>
-struct Normaliser {
-  R *lse, *tail;
-  FA_INLINE Normaliser from(int64_t lane) const { return {lse + lane, tail + lane}; }
-};
-// Writes that of row i: m is its largest score, l its sum relative to m, 0 if nothing was seen.
-template <class R>
-void write_normaliser(const Params& p, int64_t b, int64_t h, int64_t i, R m, R l) {
-  const R log = std::log(l), lse = l == R(0) ? -kInf<R> : m + log;
-  const Plane to = plane(p.lse, b, h);
-  R* data = static_cast<R*>(p.lse.data);  // its dtype is the one that the kernel computes in
-  data[to.at(i, 0)] = lse;
-  data[to.at(i, 1)] = std::isfinite(lse) ? (m - lse) + log : R(0);
-}
-// Reads those of some rows; lse is +inf for lanes that see nothing or have no row.
-template <class R>
-void read_normaliser(const Params& p, const Rows& rows, int64_t lanes, Normaliser<R> to) {
-  const Plane from = plane(p.lse, rows.b, rows.h);
-  std::fill(to.lse, to.lse + lanes, kInf<R>);
-  std::fill(to.tail, to.tail + lanes, R(0));
-  for (int64_t l = 0; l < rows.count; ++l) {
-    const R* data = static_cast<const R*>(from.data);
-    const R lse = data[from.at(rows.i0 + l, 0)];
-    if (lse == -kInf<R>) continue;
-    to.lse[l] = lse;
-    to.tail[l] = data[from.at(rows.i0 + l, 1)];
-  }
 }
 
 template <class R>
