@@ -202,9 +202,11 @@ struct FaIndexer {
 struct FaAppend {
   struct FaTensor x;       // (B,n,Hk,D); with offsets (1,T,Hk,D), of which item b has the rows from
                            // offsets[b] to offsets[b+1], at most n. stride[3] is not read: it is 1
-  void* pages;             // (P,page,Hk,D), contiguous; of FA_I4 D / 32 * 20 bytes in place of D
+  void* pages;             // (P,page,Hk,D); of FA_I4 D / 32 * 20 bytes in place of D
   int64_t dtype;           // of pages: that of x, FA_I8, FA_E4M3, FA_E5M2 or FA_I4
-  float* scales;           // (P,page,Hk), contiguous: of rows in eight bits; or null
+  int64_t stride[3];       // of P, page and Hk; that of D is 1
+  float* scales;           // (P,page,Hk): of rows in eight bits; or null
+  int64_t scale_stride[3];
   const int64_t* table;    // (B,blocks): the pages of each item
   const int64_t* lengths;  // (B): keys of each item, the new ones among them, which are the last
   const int64_t* offsets;  // (B+1), or null

@@ -62,12 +62,13 @@ class Pool:
         sizes = dict(k=D) if latent is not None else dict(k=D, v=Dv)
         self.kept = {}
         for name, n in sizes.items():
-            rows = *shape, row_bytes(n) if storage == INT4 else n
-            self.kept[name] = advised(torch.empty(rows, dtype=storage, device=device))
+            rows = row_bytes(n) if storage == INT4 else n
+            like = torch.empty(0, dtype=storage, device=device)
+            self.kept[name] = _pages(like, *shape, rows)
         if storage in STORAGE:
+            like = torch.empty(0, dtype=torch.float32, device=device)
             for name in sizes:
-                scale = torch.empty(shape, dtype=torch.float32, device=device)
-                self.kept[f"{name}_scale"] = scale
+                self.kept[f"{name}_scale"] = _pages(like, *shape)
         self.users = torch.zeros(shape[0], dtype=torch.int64, device="cpu")
 
     @property
@@ -161,9 +162,17 @@ class Pool:
         return self.__dict__ | {"users": torch.zeros_like(self.users)}
 
 
+def _pages(like: Tensor, pages: int, page: int, heads: int, *row: int) -> Tensor:
+    """New pages (pages,page,heads,*row). On CPUs a page has the rows of a head one after the other,
+    as a task of decoding reads them: hardware prefetches memory that is read in order."""
+    if like.device.type != "cpu":
+        return like.new_empty(pages, page, heads, *row)
+    return advised(like.new_empty(pages, heads, page, *row)).transpose(1, 2)
+
+
 def _longer(x: Tensor, pages: int, page: int) -> Tensor:
     """x (P,page,...) with more pages, or longer ones."""
-    longer = advised(x.new_empty(pages, page, *x.shape[2:]))
+    longer = _pages(x, pages, page, *x.shape[2:])
     longer[: len(x), : x.shape[1]] = x
     return longer
 

@@ -199,7 +199,8 @@ class KVCache:
     def k_pages(self) -> Tensor:
         """The pages of keys, (P,page,Hk,D), shared with all forks.
 
-        With storage="int4" they are of torch.uint8, (P,page,Hk,D / 32 * 20).
+        With storage="int4" they are of torch.uint8, (P,page,Hk,D / 32 * 20). On CPUs they are not
+        contiguous: a page has the rows of a head one after the other.
         """
         return self._pool.k
 

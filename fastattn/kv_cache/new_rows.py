@@ -24,9 +24,9 @@ from .block_pool import Pool, write
 
 # (the pool's tensors, table, lengths with the new rows) -> None: writes the last rows of each item.
 Put = Callable[[dict[str, Tensor], Tensor, Tensor], None]
-# FaAppend: data, stride[4] and dtype of x; pages and their dtype; scales, table, lengths, offsets;
-# B, n, Hk, D, P, page, blocks, threads.
-_APPEND = struct.Struct("=Q4qqQq4Q8q")
+# FaAppend: data, stride[4] and dtype of x; pages, their dtype and stride[3]; scales and theirs;
+# table, lengths, offsets; B, n, Hk, D, P, page, blocks, threads.
+_APPEND = struct.Struct("=Q5qQ4qQ3q3Q8q")
 _SEES_OPERATIONS = [x for x in SUBSYSTEMS if x[0] is not torch._C._is_any_autocast_enabled]
 
 
@@ -98,7 +98,7 @@ def _append(
     threads = torch.get_num_threads()
     for name, x in given.items():
         pages = kept[name]
-        scales = kept[f"{name}_scale"].data_ptr() if pages.dtype in STORAGE else 0
+        scales = kept[f"{name}_scale"] if pages.dtype in STORAGE else None
         if offsets is None:
             _, heads, n, D = x.shape
             item, head, row, column = x.stride()
@@ -108,7 +108,9 @@ def _append(
         P, page = pages.shape[:2]
         packed = _APPEND.pack(
             *(x.data_ptr(), item, row, head, column, DTYPE[x.dtype]),
-            *(pages.data_ptr(), DTYPE[pages.dtype], scales, *bookkeeping),
+            *(pages.data_ptr(), DTYPE[pages.dtype], *pages.stride()[:3]),
+            *((0, 0, 0, 0) if scales is None else (scales.data_ptr(), *scales.stride())),
+            *bookkeeping,
             *(len(lengths), n, heads, D, P, page, table.shape[1], threads),
         )
         if libraries.cpu().append(packed) != libraries.OK:

@@ -62,16 +62,19 @@ inline int64_t bad_append(const FaAppend& p) {
 inline void append_rows(const FaAppend& p, WriteRow write, int64_t task) {
   const int64_t b = task / tasks_of_item(p), count = new_rows(p, b);
   const int64_t first = task % tasks_of_item(p) * kRowsOfTask;
-  const int64_t row_bytes = p.dtype == FA_I4 ? p.D / 32 * 20 : p.D * item_size(p.dtype);
   const char* from = static_cast<const char*>(p.x.data);
   const int64_t of_item = b * p.x.stride[0] + (p.offsets ? p.offsets[b] * p.x.stride[1] : 0);
   for (int64_t i = first; i < std::min(count, first + kRowsOfTask); ++i) {
     const int64_t key = p.lengths[b] - count + i;
-    const int64_t row = p.table[b * p.blocks + key / p.page] * p.page + key % p.page;
+    const int64_t page = p.table[b * p.blocks + key / p.page], position = key % p.page;
+    const auto place = [&](const int64_t* stride, int64_t h) {
+      return page * stride[0] + position * stride[1] + h * stride[2];
+    };
     for (int64_t h = 0; h < p.Hk; ++h) {
-      const int64_t at = of_item + i * p.x.stride[1] + h * p.x.stride[2], to = row * p.Hk + h;
-      write(from + at * item_size(p.x.dtype), p.D, static_cast<uint8_t*>(p.pages) + to * row_bytes,
-            p.scales ? p.scales + to : nullptr);
+      const int64_t at = of_item + i * p.x.stride[1] + h * p.x.stride[2];
+      write(from + at * item_size(p.x.dtype), p.D,
+            static_cast<uint8_t*>(p.pages) + place(p.stride, h) * item_size(p.dtype),
+            p.scales ? p.scales + place(p.scale_stride, h) : nullptr);
     }
   }
 }
