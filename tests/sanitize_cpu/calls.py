@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 import fastattn
+from tests.semantics.test_int4 import kept as kept_int4
 from tests.semantics.test_packed import batch
 from tests.semantics.test_paged import in_pages, of_scores
 from tests.semantics.test_storage import NAMES, kept
@@ -130,9 +131,10 @@ def selected(rng, D, dtype, sizes, backend):
 
 @kind
 def quantised(rng, D, dtype, sizes, backend):
-    """Keys and values in eight bits, in a row and in pages."""
-    made = packed_batch(rng, D, dtype, sizes)
-    made.given, _ = kept(made, NAMES[rng.choice(list(NAMES))])
+    """Keys and values in eight bits and in four, in a row and in pages."""
+    storage = rng.choice((*NAMES, "int4"))
+    made = packed_batch(rng, -(-D // 32) * 32 if storage == "int4" else D, dtype, sizes)
+    made.given, _ = kept_int4(made) if storage == "int4" else kept(made, NAMES[storage])
     given = in_pages(made, rng.choice((1, 5, 16))) if rng.random() < 0.5 else made.given
     with torch.no_grad():
         fastattn.attention_packed(**given, backend=backend)
@@ -140,7 +142,7 @@ def quantised(rng, D, dtype, sizes, backend):
 
 @kind
 def new_rows(rng, D, dtype, sizes, backend):
-    """Rows that a cache quantises as it appends them."""
+    """Rows that a cache quantises as it appends them, and reads."""
     heads, storage = rng.choice((1, 3)), rng.choice((None, "int4", *NAMES.values()))
     D = -(-D // 32) * 32 if storage == "int4" else D
     n, page_size = rng.randint(1, sizes.keys), rng.choice((None, 1, 7))
@@ -149,6 +151,8 @@ def new_rows(rng, D, dtype, sizes, backend):
     k, v = torch.randn(2, 2, heads, n, D).to(dtype)
     made.append(k, v)
     made.append(k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor([0, n // 2, n]))
+    with torch.no_grad():
+        made.attention(k[:, :, -1:], backend=backend)
 
 
 def cache(number):
