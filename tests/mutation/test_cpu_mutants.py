@@ -599,14 +599,14 @@ four bits times integers lack every other column: cpu/forward/int4_rows.h: four_
 -& 0x000F000Fu;
 +& 0x0000000Fu;
 the integers of q are of other columns: cpu/forward/int4_rows.h: four_bits
--high = rounded(k + V::kSteps / 2);
-+high = rounded(k);
+-high = scaled(k + V::kSteps / 2);
++high = scaled(k);
 the integers of q have the size of another row: cpu/forward/int4_rows.h: four_bits
 -tail = q + r * ldq + tail_at(columns);
 +tail = q + tail_at(columns);
 sums of q lack its size: cpu/forward/int4_rows.h: four_bits
--store(sums, Vec<float>(load(sums) * by * 32767.0f));
-+;
+-sum += low + high;
++sum += (low + high) / up / by;
 decoded four bits have no minimum in scores: cpu/forward/int4_rows.h: four_bits
 -of_row[r] += x.minimum * load(sums + r * ldq);
 +;
@@ -764,14 +764,17 @@ blocks of huge numbers are kept: cpu/runtime/row_quantiser.h: new_rows
 -<= R(of_bf16(0x7F7F))
 +<= R(FLT_MAX)
 sequences begin at the first new row: cpu/runtime/append.h: new_rows
--(p.offsets ? p.offsets[b] * p.x.stride[1] : 0)
-+0
+-p.offsets ? first * p.x.stride[1] : b * p.x.stride[0];
++b * p.x.stride[0];
 new rows begin at the first of a page: cpu/runtime/append.h: new_rows
--* p.page + key % p.page;
-+* p.page + i % p.page;
+-position = key % p.page;
++position = i % p.page;
 scales of all heads are the first one's: cpu/runtime/append.h: new_rows
--p.scales ? p.scales + to : nullptr);
-+p.scales ? p.scales + to - h : nullptr);
+-p.scales + place(p.scale_stride, h) : nullptr);
++p.scales + place(p.scale_stride, 0) : nullptr);
+rows of several items in a task are the first one's: cpu/runtime/append.h: new_rows
+-p.offsets + p.B + 1, at) -
++p.offsets + p.B + 1, task * kRowsOfTask) -
 """
 
 

@@ -123,7 +123,7 @@ def test_values_that_every_dtype_has(name, dtype):
 
 @every_backend
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("size", (1.0, 1e4, 2.0**-20, 1e-37))
+@pytest.mark.parametrize("size", (1.0, 1e4, 1e35, 2.0**-20, 1e-37))
 def test_scores_of_queries_with_a_large_column(name, dtype, size):
     """Kernels may round q to multiples of a 32767th of its largest number. A score is off by half
     of that, times the sum of a key's scales and numbers, at most; here also the LSE is."""

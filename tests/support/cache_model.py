@@ -16,7 +16,7 @@ from fastattn import KVCache
 from fastattn.call.int4 import dequantised_int4, quantised_int4
 from fastattn.call.quantisation import dequantised, quantised
 
-HK = 1
+HK = 2
 PAGES = (None, 1, 2, 3, 4)
 
 

@@ -86,7 +86,7 @@ struct KeyPlane : Plane {
       });
     });
   }
-  // Calls f(row, a later one, its scale) for each row. Rows of a head are far apart, so hardware
+  // Calls f(row, a later one, its scale) for each row. Rows of a head may be far apart, where hardware
   // does not prefetch them: the reader does.
   template <class F>
   FA_INLINE void each_scaled(int64_t r, int64_t count, int64_t c, F f) const {

@@ -69,8 +69,8 @@ struct Int4Rows : FewRows<Plain<float> > {
   }
   static int64_t padded(int64_t columns) { return round_up(tail_at(columns) + 2, W); }
   // q of 16 bits is multiplied as integers, where there are instructions for them: a row's largest
-  // number becomes 32767. So a score is off by a 65534th of that number, times the sum of the
-  // row's scales and numbers, at most.
+  // number becomes 32767. That changes a score, before its factor, by a 65534th of that number times
+  // the sum of a key's n * scale, at most. Sums of floats overflow for q from about 1e36 on.
   static void stage(const Plane& a, int64_t i0, int64_t rows, int64_t columns, float* q) {
     const Int4Layout layout(columns);
     float row[FA_CPU_MAX_HEAD_DIM];
@@ -89,35 +89,41 @@ struct Int4Rows : FewRows<Plain<float> > {
     }
   }
 #if defined(__AVX2__)
+  static FA_INLINE Words rounded(Vec<float> x) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtps_epi32((__m512)x);
+#else
+    return (Words)_mm256_cvtps_epi32((__m256)x);
+#endif
+  }
   static void to_integers(int64_t columns, float* q) {
     Vec<float> top{};
     for (int64_t c = 0; c < sums_at(columns); c += W)
       top = max_or_second(absolute<float>(load(q + c)), top);
     float most = 0.0f;
     for (int l = 0; l < W; ++l) most = std::max(most, top[l]);
-    // (Rows of subnormals become zeros. The range of float32 needs two factors.)
-    const float by = most >= std::numeric_limits<float>::min() ? 1.0f / most : 0.0f;
+    // (Rows of subnormals become zeros. Two factors stay in the range of float32.)
+    const bool known = most >= std::numeric_limits<float>::min();
+    const float up = most > 1.0f ? 0x1p-64f : 0x1p64f, by = known ? 32767.0f / (most * up) : 0.0f;
     for (int64_t v = 0; v < Int4Layout(columns).vectors(); ++v) {
       float* of_vector = q + v * V::kSteps * V::W;
+      Vec<float> sum{};
       for (int k = 0; k < V::kSteps / 2; ++k) {
-        const auto rounded = [&](int step) {
-          const Vec<float> x = load(of_vector + step * V::W) * by * 32767.0f;
-#if defined(__AVX512F__)
-          return (Words)_mm512_cvtps_epi32((__m512)x);
-#else
-          return (Words)_mm256_cvtps_epi32((__m256)x);
-#endif
-        };
-        const Words low = rounded(k), high = rounded(k + V::kSteps / 2);
-        store(of_vector + k * V::W, (Vec<float>)((low & 0xFFFFu) | (high << 16)));
+        const auto scaled = [&](int step) { return load(of_vector + step * V::W) * up * by; };
+        const Vec<float> low = scaled(k), high = scaled(k + V::kSteps / 2);
+        sum += low + high;
+        store(of_vector + k * V::W, (Vec<float>)((rounded(low) & 0xFFFFu) | (rounded(high) << 16)));
       }
-      float* sums = q + sums_at(columns) + v * V::W;
-      store(sums, Vec<float>(load(sums) * by * 32767.0f));
+      store(q + sums_at(columns) + v * V::W, sum);
     }
     q[tail_at(columns)] = 1.0f;
     q[tail_at(columns) + 1] = most;
   }
 #endif
+  // Of a product of integers; in the order that stays in the range of float32.
+  static FA_INLINE float unit(float most, float factor) {
+    return most > 1.0f ? most / 32767.0f * factor : most * factor / 32767.0f;
+  }
   // As FewRows::products.
   static void products(Broadcast<StoredInt4> k, int64_t keys, int64_t columns, const float* q,
                        int64_t rows, float factor, float* s, Later later = {}) {
@@ -156,7 +162,7 @@ struct Int4Rows : FewRows<Plain<float> > {
     float by[kKeys];
     for (int r = 0; r < ROWS; ++r) {
       const float* tail = q + r * ldq + tail_at(columns);
-      std::fill_n(by + r * KEYS, KEYS, tail[0] != 0 ? factor * tail[1] / 32767.0f : factor);
+      std::fill_n(by + r * KEYS, KEYS, tail[0] != 0 ? unit(tail[1], factor) : factor);
     }
     for (int64_t j = 0; j < keys; j += KEYS) {
       Vec<float> sum[kKeys];

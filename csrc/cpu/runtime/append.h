@@ -44,7 +44,10 @@ constexpr int64_t kRowsOfTask = 32;
 inline int64_t new_rows(const FaAppend& p, int64_t b) {
   return p.offsets ? p.offsets[b + 1] - p.offsets[b] : p.n;
 }
-inline int64_t tasks_of_item(const FaAppend& p) { return (p.n + kRowsOfTask - 1) / kRowsOfTask; }
+inline int64_t all_new_rows(const FaAppend& p) { return p.offsets ? p.offsets[p.B] : p.B * p.n; }
+inline int64_t append_tasks(const FaAppend& p) {
+  return (all_new_rows(p) + kRowsOfTask - 1) / kRowsOfTask;
+}
 
 // FA_BAD_PAGE if an item has no page for its new rows.
 inline int64_t bad_append(const FaAppend& p) {
@@ -59,22 +62,25 @@ inline int64_t bad_append(const FaAppend& p) {
   return FA_OK;
 }
 
+// The new rows are counted through all items.
 inline void append_rows(const FaAppend& p, WriteRow write, int64_t task) {
-  const int64_t b = task / tasks_of_item(p), count = new_rows(p, b);
-  const int64_t first = task % tasks_of_item(p) * kRowsOfTask;
+  const int64_t end = std::min((task + 1) * kRowsOfTask, all_new_rows(p));
   const char* from = static_cast<const char*>(p.x.data);
-  const int64_t of_item = b * p.x.stride[0] + (p.offsets ? p.offsets[b] * p.x.stride[1] : 0);
-  for (int64_t i = first; i < std::min(count, first + kRowsOfTask); ++i) {
-    const int64_t key = p.lengths[b] - count + i;
-    const int64_t page = p.table[b * p.blocks + key / p.page], position = key % p.page;
-    const auto place = [&](const int64_t* stride, int64_t h) {
-      return page * stride[0] + position * stride[1] + h * stride[2];
-    };
-    for (int64_t h = 0; h < p.Hk; ++h) {
-      const int64_t at = of_item + i * p.x.stride[1] + h * p.x.stride[2];
-      write(from + at * item_size(p.x.dtype), p.D,
-            static_cast<uint8_t*>(p.pages) + place(p.stride, h) * item_size(p.dtype),
-            p.scales ? p.scales + place(p.scale_stride, h) : nullptr);
+  for (int64_t at = task * kRowsOfTask; at < end;) {
+    const int64_t b =
+        p.offsets ? std::upper_bound(p.offsets, p.offsets + p.B + 1, at) - p.offsets - 1 : at / p.n;
+    const int64_t first = p.offsets ? p.offsets[b] : b * p.n, count = new_rows(p, b);
+    const int64_t of_item = p.offsets ? first * p.x.stride[1] : b * p.x.stride[0];
+    for (int64_t i = at - first; i < std::min(count, end - first); ++i, ++at) {
+      const int64_t key = p.lengths[b] - count + i;
+      const int64_t page = p.table[b * p.blocks + key / p.page], position = key % p.page;
+      const auto place = [&](const int64_t* stride, int64_t h) {
+        return page * stride[0] + position * stride[1] + h * stride[2];
+      };
+      for (int64_t h = 0; h < p.Hk; ++h)
+        write(from + (of_item + i * p.x.stride[1] + h * p.x.stride[2]) * item_size(p.x.dtype), p.D,
+              static_cast<uint8_t*>(p.pages) + place(p.stride, h) * item_size(p.dtype),
+              p.scales ? p.scales + place(p.scale_stride, h) : nullptr);
     }
   }
 }

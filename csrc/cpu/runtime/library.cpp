@@ -413,9 +413,8 @@ int64_t fa_cpu_index(const FaIndexer* p) {
 int64_t fa_cpu_append(const FaAppend* p) {
   if (const int64_t status = fa::bad_append(*p)) return status;
   const fa::WriteRow write = fa::row_writer(*p);
-  const int64_t tasks = p->B * fa::tasks_of_item(*p);
-  const int64_t rows = p->offsets ? p->offsets[p->B] : p->B * p->n;
-  const double worth = 1 + double(rows) * p->Hk * p->D / (1 << 16);
+  const int64_t tasks = fa::append_tasks(*p);
+  const double worth = 1 + double(fa::all_new_rows(*p)) * p->Hk * p->D / (1 << 16);
   const int64_t threads = worth < p->threads ? static_cast<int64_t>(worth) : p->threads;
   fa::run_tasks(tasks, 0, threads, [&](int64_t task, char*) { fa::append_rows(*p, write, task); });
   return FA_OK;
