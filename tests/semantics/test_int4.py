@@ -126,7 +126,7 @@ def test_values_that_every_dtype_has(name, dtype):
 @pytest.mark.parametrize("size", (1.0, 1e4, 1e35, 2.0**-20, 1e-37))
 def test_scores_of_queries_with_a_large_column(name, dtype, size):
     """Kernels may round q to multiples of a 32767th of its largest number. A score is off by half
-    of that, times the sum of a key's scales and numbers, at most; here also the LSE is."""
+    of that, times the sum of a key's n * scale, at most. So is the LSE."""
     declares(name, dtype, Feature.INT4)
     if size * 100 > torch.finfo(dtype).max or size < torch.finfo(dtype).tiny:
         pytest.skip("out of the dtype's range")

@@ -78,14 +78,17 @@ struct Int4Rows : FewRows<Plain<float> > {
       a.read(i0 + i, 1, 0, columns, row, columns);
       std::fill(q, q + padded(columns), 0.0f);
       layout.each_lane([&](int64_t to, int64_t c) { q[to] = row[c]; });
+#if defined(__AVX2__)
+      if (item_size(a.dtype) == 2) {
+        to_integers(columns, q);
+        continue;
+      }
+#endif
       for (int64_t v = 0; v < layout.vectors(); ++v) {
         Vec<float> sum{};
         for (int k = 0; k < V::kSteps; ++k) sum += load(q + (v * V::kSteps + k) * V::W);
         store(q + sums_at(columns) + v * V::W, sum);
       }
-#if defined(__AVX2__)
-      if (item_size(a.dtype) == 2) to_integers(columns, q);
-#endif
     }
   }
 #if defined(__AVX2__)
@@ -100,8 +103,8 @@ struct Int4Rows : FewRows<Plain<float> > {
     Vec<float> top{};
     for (int64_t c = 0; c < sums_at(columns); c += W)
       top = max_or_second(absolute<float>(load(q + c)), top);
-    float most = 0.0f;
-    for (int l = 0; l < W; ++l) most = std::max(most, top[l]);
+    const float most =
+        reduce_lanes<float>(top, [](Vec<float> a, Vec<float> b) { return max_or_second(a, b); });
     // (Rows of subnormals become zeros. Two factors stay in the range of float32.)
     const bool known = most >= std::numeric_limits<float>::min();
     const float up = most > 1.0f ? 0x1p-64f : 0x1p64f, by = known ? 32767.0f / (most * up) : 0.0f;
@@ -142,10 +145,12 @@ struct Int4Rows : FewRows<Plain<float> > {
     const bool shared = Int4Layout(columns).shared();
 #if defined(__AVX2__)
     if (q[tail_at(columns)] != 0) {
-      static const bool vnni = V::W == 16 && __builtin_cpu_supports("avx512vnni");
+#if defined(__AVX512F__)
+      static const bool vnni = __builtin_cpu_supports("avx512vnni");
       if (vnni)
         return shared ? products_of<ROWS, two, Int4Integers<true> >
                       : products_of<ROWS, 1, Int4Integers<true> >;
+#endif
       return shared ? products_of<ROWS, two, Int4Integers<false> >
                     : products_of<ROWS, 1, Int4Integers<false> >;
     }

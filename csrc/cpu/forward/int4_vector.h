@@ -88,14 +88,14 @@ struct Int4Layout {
   // two rows share a vector.
   template <class F>
   FA_INLINE void each_lane(F f) const {
-    for (int b = 0; b < (shared() ? V::kBlocks / 2 : 0) + blocks; ++b) {
-      const int half = V::kBlocks / 2, of_row = shared() && b >= half ? b - half : b;
-      if (of_row >= blocks) continue;
-      const int64_t to = b / V::kBlocks * (V::kSteps * V::W) + b % V::kBlocks * V::kLanesOfBlock;
-      for (int k = 0; k < V::kSteps; ++k)
-        for (int l = 0; l < V::kLanesOfBlock; ++l)
-          f(to + k * V::W + l, of_row * Int4Block::columns + k / 2 + k % 2 * 16 + 4 * l);
-    }
+    for (int copy = 0; copy < (shared() ? 2 : 1); ++copy)
+      for (int b = 0; b < blocks; ++b) {
+        const int at = b + copy * V::kBlocks / 2, of_vector = at % V::kBlocks;
+        const int64_t to = at / V::kBlocks * V::kSteps * V::W + of_vector * V::kLanesOfBlock;
+        for (int k = 0; k < V::kSteps; ++k)
+          for (int l = 0; l < V::kLanesOfBlock; ++l)
+            f(to + k * V::W + l, b * Int4Block::columns + k / 2 + k % 2 * 16 + 4 * l);
+      }
   }
 };
 

@@ -1,4 +1,5 @@
-// New keys or values of a cache, written into its pages: a task is some rows of one item.
+// New keys or values of a cache, written into its pages: a task is some rows, counted through all
+// items.
 #pragma once
 #include <algorithm>
 
@@ -62,7 +63,6 @@ inline int64_t bad_append(const FaAppend& p) {
   return FA_OK;
 }
 
-// The new rows are counted through all items.
 inline void append_rows(const FaAppend& p, WriteRow write, int64_t task) {
   const int64_t end = std::min((task + 1) * kRowsOfTask, all_new_rows(p));
   const char* from = static_cast<const char*>(p.x.data);

@@ -114,6 +114,8 @@ void quantise_row(const void* row, int64_t n, uint8_t* __restrict to, float* sca
 
 // --- four bits ----------------------------------------------------------------------------------
 
+constexpr int kInt4Columns = 32, kInt4Bytes = 20;  // of a block: FA_I4 of abi.h
+
 inline float of_bf16(uint16_t bits) { return number(RowBf16{bits}); }
 
 template <class R>
@@ -135,7 +137,7 @@ uint16_t bf16_above(R x) {  // x, which is not negative, or the next above
 template <class T>
 void quantise_int4_block(const T* __restrict x, uint8_t* __restrict to) {
   using R = NumberOf<T>;
-  constexpr int kColumns = 32, kHalf = kColumns / 2;
+  constexpr int kColumns = kInt4Columns, kHalf = kColumns / 2;
   constexpr uint16_t kNan = 0x7FC0;
   R low = number(x[0]), high = low;
   for (int i = 1; i < kColumns; ++i) {
@@ -167,9 +169,8 @@ void quantise_int4_block(const T* __restrict x, uint8_t* __restrict to) {
 
 template <class T>
 void quantise_int4_row(const void* row, int64_t n, uint8_t* to, float*) {
-  constexpr int64_t kColumns = 32, kBytes = 20;
   const T* x = static_cast<const T*>(row);
-  for (int64_t c = 0; c + kColumns <= n; c += kColumns, to += kBytes)
+  for (int64_t c = 0; c + kInt4Columns <= n; c += kInt4Columns, to += kInt4Bytes)
     quantise_int4_block(x + c, to);
 }
 
