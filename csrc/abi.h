@@ -51,7 +51,7 @@ struct FaParams {
   struct FaTensor sinks;     // (1,H,1,1), same dtype as lse: one more logit in the denominator
   struct FaTensor k_scale;   // (B,Hk,N,1) float32, for k and v in eight bits: each row times its
   struct FaTensor v_scale;   // scale is rounded to q's dtype, but not where the CPU decodes on
-                             // vectors; in pages like k and v
+                             // vectors, which may multiply integers; in pages like k and v
   struct FaTensor lse;       // (B,H,M,2) float32, or float64 for float64 inputs: the LSE, and
                              // at stride[3] after it, what its rounding cut off
 

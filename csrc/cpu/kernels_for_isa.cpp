@@ -83,8 +83,16 @@ Plan decode_plan(const Params& p) {
       case FA_F16:
         return Decode<Single, StoredF16>::plan(p);
       case FA_I8:
+#if defined(__AVX2__)
+        // With queries of 16 bits: float32 has more than the integers keep.
+        if (p.q.dtype != FA_F32 && p.D % 32 == 0 && p.Dv % 32 == 0)
+          return Decode<Single, StoredInt8>::plan(p);
+#endif
         return Decode<Single, StoredByte<FA_I8>>::plan(p);
       case FA_E4M3:
+#if defined(__AVX512F__)
+        if (E4m3Table::suits(p)) return Decode<Single, StoredE4m3>::plan(p);
+#endif
         return Decode<Single, StoredByte<FA_E4M3>>::plan(p);
       case FA_E5M2:
         return Decode<Single, StoredByte<FA_E5M2>>::plan(p);

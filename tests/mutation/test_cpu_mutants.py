@@ -24,6 +24,7 @@ from tests.semantics.test_extents import changed, refuse
 from tests.semantics.test_int4 import kept as kept_int4
 from tests.semantics.test_packed import FEW, batch
 from tests.semantics.test_paged import in_pages
+from tests.semantics.test_storage import exact as exact_bytes
 from tests.semantics.test_storage import kept
 from tests.semantics.test_storage import run as run_packed
 from tests.semantics.test_weights import about_weights
@@ -622,6 +623,75 @@ columns of the output are in the order of q: cpu/forward/int4_rows.h: four_bits
 keys past the last repeat another, in four bits: cpu/forward/int4_rows.h: four_bits
 -&k.data[std::min(j + i, keys - 1) * k.stride].bits;
 +&k.data[std::min(j + i, keys - 2) * k.stride].bits;
+scores of integers have the unit of another row: cpu/forward/int8_rows.h: integers
+-q[r * ldq + unit_at(columns)] * factor);
++q[unit_at(columns)] * factor);
+the largest number of q is looked for in some columns: cpu/forward/int8_rows.h: integers
+-c < columns; c += W) most = larger(
++c < W; c += W) most = larger(
+the largest number has no integer: cpu/forward/int8_rows.h: integers
+-top : 32767.0f / top;
++top : 32769.0f / top;
+rows that are not finite are multiplied as integers: cpu/forward/int8_rows.h: integers
+-usual | (most == 0) ? unit : none;
++unit;
+only the first of four rows is asked for integers: cpu/forward/int8_rows.h: integers
+-integers(r) && integers(r + 1) && integers(r + 2) && integers(r + 3)
++integers(r)
+pairs of columns overlap: cpu/forward/few_rows.h: integers
+-return numbers(row, at * each);
++return numbers(row, at);
+integers of P are of the first keys: cpu/forward/int8_rows.h: integers
+-weights[r].integers + j0 + j,
++weights[r].integers + j,
+integers of P have the unit of the first keys: cpu/forward/int8_rows.h: integers
+-weights[r].unit[j0 / kKeys]));
++weights[r].unit[0]));
+the largest P is that of the first keys: cpu/forward/int8_rows.h: integers
+-most[x] = size_of(load(p + x * W));
++most[x] = size_of(load(p));
+the second value of a pair is the first: cpu/forward/int8_rows.h: integers
+-if (j + 1 < keys) second += v.stride;
++;
+values of a pair of vectors are the first one's: cpu/forward/int8_rows.h: integers
+-numbers(second, at), low, high);
++numbers(second, c), low, high);
+the last columns of sums of integers are lost: cpu/forward/int8_rows.h: integers
+-if (c < Dv) rows_of<
++if (c < 0) rows_of<
+columns of sums of integers are in the order of pairs: cpu/forward/int8_rows.h: integers
+-to + column_in_eights(c));
++to + c);
+columns of sums without integers are in the order of rows: cpu/forward/int8_rows.h: integers
+-out[c] += sum[column_in_eights(c)];
++out[c] += sum[c];
+scales side by side are the first ones: cpu/forward/decode.h: integers
+-a.scale_of(keys.j0), keys.count
++a.scale_of(0), keys.count
+scales side by side are of the first page: cpu/base/matrix_view.h: integers
+-scale.at(r - n * page) + block * scale_apart;
++scale.at(r - n * page);
+numbers of tables have no sign: cpu/forward/e4m3_rows.h: tables
+-look_up(bytes, high), 0xEA);
++look_up(bytes, high), 0xAA);
+NaN of tables is a number: cpu/forward/e4m3_rows.h: tables
+-return 0x7FC0;
++return 0x43F0;
+subnormals of tables are normal: cpu/forward/e4m3_rows.h: tables
+-fraction < 8; --exponent) fraction *= 2;
++fraction < 0; --exponent) fraction *= 2;
+odd columns of tables are even ones: cpu/forward/e4m3_rows.h: tables
+-to[1] = (Vec<float>)(a & 0xFFFF0000u);
++to[1] = (Vec<float>)(a << 16);
+columns of tables are in another order: cpu/forward/e4m3_rows.h: tables
+-vector / 2 * 8 + l % 4 * 2
++vector / 2 * 2 + l % 4 * 4
+keys of tables past the last repeat another: cpu/forward/e4m3_rows.h: tables
+-std::min(j + i, keys - 1) * k.stride + c
++std::min(j + i, keys - 2) * k.stride + c
+rows share P with the first, in tables: cpu/forward/e4m3_rows.h: tables
+-p[r * kTileKeys + j] * x[g];
++p[j] * x[g];
 NaN of some columns is a number: cpu/base/stored.h: nan_columns
 -if (whole == columns) continue;
 +continue;
@@ -804,7 +874,9 @@ FLAGS += ["-fvisibility=hidden", "-fopenmp"]
 AMX_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 ON_THE_MODEL = [*AMX_FLAGS, "-DFA_AMX", "-DFA_AMX_MODEL"]
 WITH_AVX2 = AMX_FLAGS[:3]
-FLAGS_OF = {"four_bits": WITH_AVX2}  # its integers need AVX2
+# The instructions that a slice is about, and the set that has them.
+FLAGS_OF = {"four_bits": WITH_AVX2, "integers": AMX_FLAGS, "tables": AMX_FLAGS}
+ISA_OF = {"four_bits": "avx2", "integers": "avx512", "tables": "avx512"}
 ONLY_FLOAT32 = "if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);"
 
 
@@ -961,6 +1033,41 @@ def four_bits():
                 off = (x.double() - y).abs().max()
                 if not off < far * y.abs().max():
                     yield f"{dtype}, {d} columns: off by {off:.1g}"
+
+
+def integers():
+    """One row and a few of bfloat16 on int8, one without integers, and values without them."""
+    for d in (64, 96, 160):
+        made = batch((FEATURE["mqa"],), torch.bfloat16, ((1, 205), (4, 38), (1, 17)), d=d)
+        scales = 4.0 ** torch.arange(len(made.given["q"]))
+        made.given["q"] = made.given["q"] / scales[:, None, None].to(torch.bfloat16)
+        made.given["q"][2, 1] *= 1e-30
+        made.given, _ = kept(made, torch.int8)
+        for by in (1, 1e-36):
+            made.given["v_scale"] *= by
+            yield from complaints_of_bytes(made, 2.0**-6, f"{d} columns, {by}")
+
+
+def tables():
+    """One row and a few on every number of float8_e4m3fn, and a value of NaN."""
+    for dtype, far in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-6)):
+        made = batch((FEATURE["mqa"],), dtype, ((1, 205), (4, 38), (1, 17)), d=128)
+        made.given, _ = kept(made, torch.float8_e4m3fn)
+        made.given["v"].view(torch.uint8).flatten()[: 126 * 256] = torch.arange(126).repeat(256)
+        yield from complaints_of_bytes(made, far, f"{dtype}")
+        made.given["v"].view(torch.uint8)[3, 0, 77] = 127
+        yield from complaints_of_bytes(made, far, f"{dtype} and NaN")
+
+
+def complaints_of_bytes(made, far, what):
+    expected = exact_bytes(made.given)
+    pages = {f" in pages of {n}": in_pages(made, n) for n in (5, 128)}
+    for where, given in ({"": made.given} | pages).items():
+        for x, y in zip(run_packed(given, "cpu"), expected, strict=True):
+            number = y.isfinite()
+            off = (x.double() - y)[number].abs().max()
+            if not torch.equal(x.isfinite(), number) or not off < far * y[number].abs().max():
+                yield f"{what}{where}: off by {off:.1g}"
 
 
 def nan_columns():
@@ -1151,7 +1258,7 @@ def of_weights(features):
 verdicts = {}
 FOLDED = ("items heads", "heads items")  # of mapped dimensions
 OTHERS = ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least", "extents")
-OTHERS += ("score_mods", "stored", "four_bits", "nan_columns", "new_rows")
+OTHERS += ("score_mods", "stored", "four_bits", "integers", "tables", "nan_columns", "new_rows")
 
 
 def complaints(name, dtype=torch.float32):
@@ -1186,8 +1293,11 @@ def detected(what, kernels_of, dtype=torch.float32):
 
 @pytest.mark.parametrize("what", [x for x in FAULT if not is_tiled(x)])
 def test_a_fault_is_detected(what, kernels_of):
-    if FAULT[what].seen_by in FLAGS_OF and "avx2" not in libraries.cpu_isas():
-        pytest.skip("needs AVX2")
+    needed = ISA_OF.get(FAULT[what].seen_by, "generic")
+    if needed not in libraries.cpu_isas():
+        pytest.skip(f"needs {needed}")
+    if FAULT[what].seen_by == "tables" and "avx512vbmi" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("needs VBMI")
     detected(what, kernels_of)
 
 

@@ -77,6 +77,7 @@ SHARES = {
     "test_argument_shapes::test_a_mask_of_columns_that_sequences_share": (ALL, ALL),
     "test_storage": (7, 3),
     "test_int4": (7, 3),
+    "test_int8_rows": (4, 2),
     "test_int4_rows": (4, ALL),
     "test_int4_errors": (4, ALL),
     "test_int4_cache": (4, 2),

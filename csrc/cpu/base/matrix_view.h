@@ -39,6 +39,11 @@ struct KeyPlane : Plane {
   FA_INLINE bool one_block(int64_t r, int64_t count) const {
     return !pages || count == 0 || r / page == (r + count - 1) / page;
   }
+  // Where the scale of row r is.
+  FA_INLINE const float* scale_of(int64_t r) const {
+    const int64_t n = pages ? uint32_t(r) / uint32_t(page) : 0, block = pages ? pages[n] : 0;
+    return static_cast<const float*>(scale.data) + scale.at(r - n * page) + block * scale_apart;
+  }
   template <class T>
   FA_INLINE void read(int64_t r, int64_t count, int64_t c, int64_t columns, T* dst,
                       int64_t ld) const {

@@ -222,20 +222,24 @@ FA_INLINE void load_transposed(const E* src, int64_t ld, Vec<E>* r) {
   transpose_registers<E>(r);
 }
 
-// Sums along the lanes of kLanes vectors: lane i has the sum of r[i]. The vectors are overwritten.
-template <class E, int S = 1>
-FA_INLINE Vec<E> sum_lanes(Vec<E>* r) {
+// f of the lanes of each of kLanes vectors: lane i has that of r[i]. The vectors are overwritten.
+template <class E, int S = 1, class F>
+FA_INLINE Vec<E> reduce_vectors(Vec<E>* r, F f) {
   constexpr int W = kLanes<E>;
   if constexpr (S < W) {
 #pragma GCC unroll 16
     for (int i = 0; i < W; i += 2 * S) {
       swap_halves<E, S>(r[i], r[i + S], std::make_integer_sequence<int, W>{});
-      r[i] += r[i + S];
+      r[i] = f(r[i], r[i + S]);
     }
-    return sum_lanes<E, 2 * S>(r);
+    return reduce_vectors<E, 2 * S>(r, f);
   } else {
     return r[0];
   }
+}
+template <class E>
+FA_INLINE Vec<E> sum_lanes(Vec<E>* r) {
+  return reduce_vectors<E>(r, [](Vec<E> a, Vec<E> b) { return Vec<E>(a + b); });
 }
 
 // f of all lanes of a vector, by halves.
@@ -282,16 +286,24 @@ FA_INLINE Vec<int32_t> zip_halves(Vec<int32_t> halves) {
   return (Vec<int32_t>)vzip1q_s16(x, vextq_s16(x, x, 4));
 #endif
 }
-// To pairs of one from each vector, of the first four of every eight numbers, and of the others.
+#endif
+#if defined(__AVX512F__) || defined(FA_BF16_PRODUCTS)
+// To pairs of one from each vector, of the first four of every eight numbers, and of the others: one
+// instruction each.
 FA_INLINE void zip_in_eights(Vec<int32_t> a, Vec<int32_t> b, Vec<int32_t>& low,
                              Vec<int32_t>& high) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
   low = (Vec<int32_t>)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
   high = (Vec<int32_t>)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
 #else
   low = (Vec<int32_t>)vzip1q_s16((int16x8_t)a, (int16x8_t)b);
   high = (Vec<int32_t>)vzip2q_s16((int16x8_t)a, (int16x8_t)b);
 #endif
+}
+// Which column has place c of their vectors.
+constexpr int64_t column_in_eights(int64_t c) {
+  constexpr int64_t W = kLanes<float>;
+  return c / (2 * W) * (2 * W) + c % W / 4 * 8 + c % (2 * W) / W * 4 + c % 4;
 }
 #endif
 

@@ -38,6 +38,26 @@ struct StoredByte {
   static constexpr float factor = kWidened<DTYPE>;
   static FA_INLINE Vec<float> widened(Packed bits) { return widen<DTYPE, NANS>(bits); }
 };
+// FA_I8 as pairs of integers of 16 bits: int8_rows.h has its products.
+struct StoredInt8 {
+  uint8_t bits;
+  using Packed = Halves;
+  static constexpr float factor = 1.0f;
+#if defined(__AVX512F__)
+  static FA_INLINE Vec<int32_t> widened(Packed bytes) {
+    return (Vec<int32_t>)_mm512_cvtepi8_epi16((__m256i)bytes);
+  }
+#elif defined(__AVX2__)
+  static FA_INLINE Vec<int32_t> widened(Packed bytes) {
+    return (Vec<int32_t>)_mm256_cvtepi8_epi16((__m128i)bytes);
+  }
+#endif
+};
+// FA_E4M3 where it is read from tables: e4m3_rows.h has its products.
+struct StoredE4m3 {
+  uint8_t bits;
+  static constexpr float factor = 1.0f;
+};
 // Four bits: a byte of a row of FA_I4. int4_rows.h has its products.
 struct StoredInt4 {
   uint8_t bits;
@@ -46,6 +66,10 @@ template <class S>
 constexpr bool has_scales = false;
 template <int64_t DTYPE, bool NANS>
 constexpr bool has_scales<StoredByte<DTYPE, NANS> > = true;
+template <>
+constexpr bool has_scales<StoredInt8> = true;
+template <>
+constexpr bool has_scales<StoredE4m3> = true;
 template <class S>
 constexpr bool is_int4 = std::is_same_v<S, StoredInt4>;
 
@@ -57,6 +81,8 @@ constexpr int64_t stored_size(int64_t columns) {
 // How many vectors of numbers a cache line has.
 template <class S>
 constexpr int kVectorsOfLine = std::max<int>(1, 64 / sizeof(S) / kLanes<float>);
+template <>
+constexpr int kVectorsOfLine<StoredInt8> = 64 / (FA_VECTOR_BYTES / 2);
 template <>
 constexpr int kVectorsOfLine<double> = std::max<int>(1, 64 / FA_VECTOR_BYTES);
 

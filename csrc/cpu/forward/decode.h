@@ -8,7 +8,9 @@
 #include "../base/plan.h"
 #include "../base/scratch.h"
 #include "../score/tile.h"
+#include "e4m3_rows.h"
 #include "int4_rows.h"
+#include "int8_rows.h"
 
 namespace fa {
 namespace FA_ISA {
@@ -21,8 +23,8 @@ struct Decode {
   using S = Stored;
   using Op = Operand<Mul>;
   using T = Tile<R, 1>;
-  using Few = std::conditional_t<is_int4<S>, Int4Rows, FewRows<Mul> >;
-  using Sum = std::conditional_t<is_int4<S>, Int4WeightedSum, WeightedSum<Mul> >;
+  using Few = typename ProductsOf<Mul, S>::Few;
+  using Sum = typename ProductsOf<Mul, S>::Sum;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
   static constexpr int64_t kKeys = Few::kKeys;
 
@@ -67,7 +69,7 @@ struct Decode {
     R *s, *turned;           // [W][kTileKeys], [kTileKeys][W]
     S *k, *v;                // rows that are not read in place
     R *k_scales, *v_scales;  // [kTileKeys]
-    E* p;
+    typename Sum::Weights* p;
     ScoreScratch<R> score;
   };
   static size_t carve(const Params& p, char* base, Buffers& b) {
@@ -83,7 +85,7 @@ struct Decode {
     b.v = take.array<S>(Sum::staged(keys, p.Dv));
     b.k_scales = take.array<R>(has_scales<S> ? keys : 0);
     b.v_scales = take.array<R>(has_scales<S> ? keys : 0);
-    b.p = take.array<E>(pair == 1 ? 0 : keys / pair * W);
+    b.p = take.array<typename Sum::Weights>(Sum::kWeights);
     b.score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * W : 0);
     return take.used;
   }
@@ -157,9 +159,13 @@ struct Decode {
   // The scales of a block's rows, 0 past the last.
   static void read_scales(const KeyPlane& a, const Keys& keys, R* to) {
     R* at = to;
-    a.each_scaled(keys.j0, keys.count, 0,
-                  [&](const uint8_t*, const uint8_t*, float by) { *at++ = by * S::factor; });
+    if (a.scale.row == 1 && a.one_block(keys.j0, keys.count))
+      at = std::copy_n(a.scale_of(keys.j0), keys.count, to);
+    else
+      a.each_scaled(keys.j0, keys.count, 0,
+                    [&](const uint8_t*, const uint8_t*, float by) { *at++ = by; });
     std::fill(at, to + round_up(keys.count, Few::kPadded), R(0));
+    for (R* x = to; S::factor != 1 && x < at; ++x) *x *= S::factor;
   }
   // S or P of some rows times a factor of each key.
   static void multiply(int64_t rows, int64_t keys, const R* by, R* s) {
@@ -191,7 +197,7 @@ struct Decode {
     }
     if (p.dropout_p > 0) dropout(p, lanes, keys, buf);
     if (has_scales<S>) multiply(lanes.count, keys.count, buf.v_scales, buf.s);
-    const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
+    const auto* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
     for (int64_t j = 0; j < keys.count; j += kKeys) {
       const int64_t n = std::min(kKeys, keys.count - j);
       Later later;

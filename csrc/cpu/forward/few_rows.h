@@ -13,6 +13,10 @@
 namespace fa {
 namespace FA_ISA {
 
+// True if a product's sums are integers, as the bits of floats; Mul::value has their value.
+template <class Mul>
+constexpr bool sums_integers = false;
+
 template <class Mul>
 struct FewRows {
   using R = typename Mul::Real;
@@ -34,12 +38,12 @@ struct FewRows {
   static void products(Broadcast<S> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
                        R factor, R* s, Later later = {}) {
     constexpr int many = W >= 4 ? 4 : 1;
+    const int64_t ldq = padded(columns);
     int64_t r = 0;
     for (; r + many <= rows; r += many, later = {})
-      products_of<many>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys,
-                        later);
+      products_of<many>(k, keys, columns, q + r * ldq, ldq, factor, s + r * kTileKeys, later);
     for (; r < rows; ++r, later = {})
-      products_of<1>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys, later);
+      products_of<1>(k, keys, columns, q + r * ldq, ldq, factor, s + r * kTileKeys, later);
   }
   // The same products in the layout of tile.h, S[key][row]: for gradients and weights of rows that
   // forward scored here, so that they have the same roundings. `turned` has room for a vector of
@@ -75,13 +79,14 @@ struct FewRows {
 #else
   static constexpr int64_t kKeys = W;
 #endif
-  template <int ROWS, class S>
-  static void products_of(Broadcast<S> k, int64_t keys, int64_t columns, const E* q, R factor, R* s,
-                          const Later& later) {
+  // `factor` is a number, or one for each of kKeys sums.
+  template <int ROWS, class S, class Factor>
+  static void products_of(Broadcast<S> k, int64_t keys, int64_t columns, const E* q, int64_t ldq,
+                          Factor factor, R* s, const Later& later) {
     constexpr int KEYS = kKeys / ROWS;
     constexpr int share = std::min({kVectorsOfLine<S>, KEYS, 4});  // prefetches each line once
-    constexpr int64_t L = kLanes<E>;
-    const int64_t n = elements(columns), ldq = padded(columns);
+    constexpr int64_t L = kLanes<E>, each = std::is_same_v<S, E> ? 1 : pair;  // S of an element
+    const int64_t n = elements(columns);
     for (int64_t j = 0; j < keys; j += KEYS) {
       const S* key[KEYS];
       for (int x = 0; x < KEYS; ++x) key[x] = k.data + std::min(j + x, keys - 1) * k.stride;
@@ -99,14 +104,20 @@ struct FewRows {
           for (int r = 0; r < ROWS; ++r) sum[r * KEYS + i] = Mul::fma(sum[r * KEYS + i], x, y[r]);
         }
       };
-      const auto whole = [](const S* row, int64_t at) { return numbers(row, at); };
-      const auto some = [&](const S* row, int64_t at) { return last_numbers(row, at, n - at); };
+      const auto whole = [](const S* row, int64_t at) { return numbers(row, at * each); };
+      const auto some = [&](const S* row, int64_t at) {
+        return last_numbers(row, at * each, (n - at) * each);
+      };
       int64_t c = 0;
       for (; c + share * L <= n; c += share * L)
 #pragma GCC unroll 4
-        for (int turn = 0; turn < share; ++turn) add(c + turn * L, later.at(j + turn, c), whole);
-      for (; c + L <= n; c += L) add(c, later.at(j, c), whole);
-      if (c < n) add(c, later.at(j, c), some);
+        for (int turn = 0; turn < share; ++turn)
+          add(c + turn * L, later.at(j + turn, c * each), whole);
+      for (; c + L <= n; c += L) add(c, later.at(j, c * each), whole);
+      if (c < n) add(c, later.at(j, c * each), some);
+      if constexpr (sums_integers<Mul>)
+#pragma GCC unroll 16
+        for (int x = 0; x < kKeys; ++x) sum[x] = Mul::value(sum[x]);
       Vec<R> sums[kKeys / W];
 #pragma GCC unroll 16
       for (int x = 0; x < kKeys / W; ++x) sums[x] = sum_lanes<R>(sum + x * W) * factor;
@@ -152,6 +163,9 @@ struct WeightedSum {
     return Op::across(v, j0, keys, Dv, true, buf);
   }
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv); }
+  // P as products read it, and the room that it needs for kLanes rows.
+  using Weights = R;
+  static constexpr int64_t kWeights = 0;
   static const R* operand(const R* p, int64_t, R*) { return p; }
   // `rows` rows and NV vectors of columns from c on.
   template <int ROWS, int NV, class S>
@@ -204,8 +218,7 @@ struct WeightedSum {
 };
 
 #if defined(FA_BF16_PRODUCTS)
-// Two keys at a time: one instruction zips their rows to pairs within 128 bits, but takes columns
-// 0-3, 8-11, .. into one vector and 4-7, 12-15, .. into the next.
+// Two keys at a time: zip_in_eights makes pairs of their numbers. out is in that order.
 template <>
 struct WeightedSum<PairedBf16> {
   using Op = Operand<PairedBf16>;
@@ -263,6 +276,8 @@ struct WeightedSum<PairedBf16> {
       if (c < ldo) rows<ROWS, G / 2>(p, v, ldv, keys, ldo, out, later, c);
   }
   // P in pairs.
+  using Weights = int32_t;
+  static constexpr int64_t kWeights = kTileKeys / 2 * W;
   static const int32_t* operand(const float* p, int64_t rows, int32_t* buf) {
     return Op::tile_along(p, rows, kTileKeys, buf);
   }
@@ -277,11 +292,17 @@ struct WeightedSum<PairedBf16> {
       rows<1, 4>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo, later);
   }
   static void natural(const float* out, int64_t Dv, float* to) {
-    for (int64_t c = 0; c < columns(Dv); ++c)
-      to[c / (2 * W) * (2 * W) + c % W / 4 * 8 + c % (2 * W) / W * 4 + c % 4] = out[c];
+    for (int64_t c = 0; c < columns(Dv); ++c) to[column_in_eights(c)] = out[c];
   }
 };
 #endif
+
+// The products of rows of type S.
+template <class Mul, class S>
+struct ProductsOf {
+  using Few = FewRows<Mul>;
+  using Sum = WeightedSum<Mul>;
+};
 
 }  // namespace FA_ISA
 }  // namespace fa

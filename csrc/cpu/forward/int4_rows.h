@@ -7,6 +7,7 @@
 #pragma once
 #include "few_rows.h"
 #include "int4_vector.h"
+#include "integers.h"
 
 namespace fa {
 namespace FA_ISA {
@@ -26,8 +27,7 @@ struct Int4Floats {
   static FA_INLINE Vec<float> value(Sum t) { return t; }
 };
 #if defined(__AVX2__)
-// The same in integers: each lane of q has two of 16 bits, of the columns of steps k and k + 4. The
-// sums are exact. VNNI adds its product to the sum.
+// The same in integers: each lane of q has two of 16 bits, of the columns of steps k and k + 4.
 template <bool VNNI>
 struct Int4Integers {
   using Sum = Words;
@@ -38,22 +38,10 @@ struct Int4Integers {
       const Words n = x.bytes >> (4 * k) & 0x000F000Fu;
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r)
-        add_products(t[r], n, (Words)load(q + r * ldq + k * Int4Vector::W));
+        add_products<VNNI>(t[r], n, (Words)load(q + r * ldq + k * Int4Vector::W));
     }
   }
-  static FA_INLINE void add_products(Sum& t, Words n, Words q) {
-#if defined(__AVX512F__)
-    if constexpr (VNNI)
-      __asm__("vpdpwssd %2, %1, %0" : "+v"(t) : "v"(n), "vm"(q));
-    else
-      t += (Words)_mm512_madd_epi16((__m512i)n, (__m512i)q);
-#else
-    t += (Words)_mm256_madd_epi16((__m256i)n, (__m256i)q);
-#endif
-  }
-  static FA_INLINE Vec<float> value(Sum t) {
-    return __builtin_convertvector((Vec<int32_t>)t, Vec<float>);
-  }
+  static FA_INLINE Vec<float> value(Sum t) { return from_integers(t); }
 };
 #endif
 
@@ -92,13 +80,6 @@ struct Int4Rows : FewRows<Plain<float> > {
     }
   }
 #if defined(__AVX2__)
-  static FA_INLINE Words rounded(Vec<float> x) {
-#if defined(__AVX512F__)
-    return (Words)_mm512_cvtps_epi32((__m512)x);
-#else
-    return (Words)_mm256_cvtps_epi32((__m256)x);
-#endif
-  }
   static void to_integers(int64_t columns, float* q) {
     Vec<float> top{};
     for (int64_t c = 0; c < sums_at(columns); c += W)
@@ -144,16 +125,11 @@ struct Int4Rows : FewRows<Plain<float> > {
     constexpr int two = std::min(2, V::kBlocks);  // there is no half of one
     const bool shared = Int4Layout(columns).shared();
 #if defined(__AVX2__)
-    if (q[tail_at(columns)] != 0) {
-#if defined(__AVX512F__)
-      static const bool vnni = __builtin_cpu_supports("avx512vnni");
-      if (vnni)
-        return shared ? products_of<ROWS, two, Int4Integers<true> >
-                      : products_of<ROWS, 1, Int4Integers<true> >;
-#endif
-      return shared ? products_of<ROWS, two, Int4Integers<false> >
-                    : products_of<ROWS, 1, Int4Integers<false> >;
-    }
+    if (q[tail_at(columns)] != 0)
+      return with_vnni([&](auto vnni) {
+        using Integers = Int4Integers<decltype(vnni)::value>;
+        return shared ? products_of<ROWS, two, Integers> : products_of<ROWS, 1, Integers>;
+      });
 #endif
     return shared ? products_of<ROWS, two, Int4Floats> : products_of<ROWS, 1, Int4Floats>;
   }
@@ -284,6 +260,12 @@ struct Int4WeightedSum : WeightedSum<Plain<float> > {
     std::fill(to, to + columns(Dv), 0.0f);
     Int4Layout(Dv).each_lane([&](int64_t at, int64_t c) { to[c] += out[at]; });
   }
+};
+
+template <class Mul>
+struct ProductsOf<Mul, StoredInt4> {
+  using Few = Int4Rows;
+  using Sum = Int4WeightedSum;
 };
 
 }  // namespace FA_ISA
