@@ -345,12 +345,13 @@ def attention_packed(
             numbers times its scale, computed in float32 (float64 for float64) and rounded to q's
             dtype; on a CPU the result has the bits of a call on rows stored that way. For a few
             rows on long keys the CPU may leave out that rounding, which errs less; not with
-            row_invariant. With int8 it then may multiply q of 16 bits, and the weights of values,
-            as integers of 16 bits: `docs/guides/decoding.md` has the bounds. Kernels widen rows as
-            they read them. There is no gradient. Rows in four bits, as `KVCache` has them with
-            storage="int4", have no k_scale: 32 numbers are 16 bytes, then their scale and their
-            minimum in bfloat16. Values are number * scale + minimum in float32 (float64 for
-            float64), which kernels may round to q's dtype. There is no gradient, either.
+            row_invariant. Such rows of 16 bits may be multiplied by int8 as integers of 16 bits,
+            and so may the weights of values: `docs/guides/decoding.md` has the bounds of their
+            errors. Kernels widen rows as they read them. There is no gradient. Rows in four bits,
+            as `KVCache` has them with storage="int4", have no k_scale: 32 numbers are 16 bytes,
+            then their scale and their minimum in bfloat16. Values are number * scale + minimum in
+            float32 (float64 for float64), which kernels may round to q's dtype. There is no
+            gradient, either.
         v_scale: The same for v.
         qv: More queries, of the values, as in `attention`; not of rows in eight or four bits.
         return_lse: If True, also return the LSE.

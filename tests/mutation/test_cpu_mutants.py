@@ -624,8 +624,8 @@ keys past the last repeat another, in four bits: cpu/forward/int4_rows.h: four_b
 -&k.data[std::min(j + i, keys - 1) * k.stride].bits;
 +&k.data[std::min(j + i, keys - 2) * k.stride].bits;
 scores of integers have the unit of another row: cpu/forward/int8_rows.h: integers
--q[r * ldq + unit_at(columns)] * factor);
-+q[unit_at(columns)] * factor);
+-KEYS, q[r * ldq + unit_at(columns)]);
++KEYS, q[unit_at(columns)]);
 the largest number of q is looked for in some columns: cpu/forward/int8_rows.h: integers
 -c < columns; c += W) most = larger(
 +c < W; c += W) most = larger(
@@ -633,7 +633,7 @@ the largest number has no integer: cpu/forward/int8_rows.h: integers
 -top : 32767.0f / top;
 +top : 32769.0f / top;
 rows that are not finite are multiplied as integers: cpu/forward/int8_rows.h: integers
--usual | (most == 0) ? unit : none;
+-(usual | (most == 0)) ? unit : none;
 +unit;
 only the first of four rows is asked for integers: cpu/forward/int8_rows.h: integers
 -integers(r) && integers(r + 1) && integers(r + 2) && integers(r + 3)
@@ -665,6 +665,15 @@ columns of sums of integers are in the order of pairs: cpu/forward/int8_rows.h: 
 columns of sums without integers are in the order of rows: cpu/forward/int8_rows.h: integers
 -out[c] += sum[column_in_eights(c)];
 +out[c] += sum[c];
+bytes of int8 are without sign: cpu/base/stored.h: integers_of_avx2
+-_mm256_cvtepi8_epi16((__m128i)bytes)
++_mm256_cvtepu8_epi16((__m128i)bytes)
+the second of a pair of products is lost: cpu/forward/integers.h: integers_of_avx2
+-(Words)_mm256_madd_epi16((__m256i)a, (__m256i)b);
++(Words)_mm256_madd_epi16((__m256i)a, (__m256i)(b & 0xFFFFu));
+integers lack their lowest bits: cpu/forward/integers.h: integers_of_avx2
+-__builtin_convertvector(rounded(x), Halves);
++__builtin_convertvector(rounded(x) & 0xFF00u, Halves);
 scales side by side are the first ones: cpu/forward/decode.h: integers
 -a.scale_of(keys.j0), keys.count
 +a.scale_of(0), keys.count
@@ -875,8 +884,9 @@ AMX_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq
 ON_THE_MODEL = [*AMX_FLAGS, "-DFA_AMX", "-DFA_AMX_MODEL"]
 WITH_AVX2 = AMX_FLAGS[:3]
 # The instructions that a slice is about, and the set that has them.
-FLAGS_OF = {"four_bits": WITH_AVX2, "integers": AMX_FLAGS, "tables": AMX_FLAGS}
-ISA_OF = {"four_bits": "avx2", "integers": "avx512", "tables": "avx512"}
+ISA_OF = {"four_bits": "avx2", "integers_of_avx2": "avx2"}
+ISA_OF |= {"integers": "avx512", "tables": "avx512"}
+FLAGS_OF = {name: WITH_AVX2 if isa == "avx2" else AMX_FLAGS for name, isa in ISA_OF.items()}
 ONLY_FLOAT32 = "if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);"
 
 
@@ -929,14 +939,15 @@ def kernels_of(monkeypatch, tmp_path):
     """A function that makes the CPU backend use kernels with this edit."""
 
     def use(file=None, old="", new="", flags=()):
-        sources = tmp_path / "csrc"
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))  # a library is loaded once by a path
+        sources = folder / "csrc"
         shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
         if file:
             text = (sources / file).read_text()
             times = text.count(old)
             assert times == 1, f"{old!r} is in {file} {times} times"
             (sources / file).write_text(text.replace(old, new))
-        library = libraries.CpuLibrary(build(sources, tmp_path, *flags))
+        library = libraries.CpuLibrary(build(sources, folder, *flags))
         library.poison(1)
         monkeypatch.setattr(libraries, "cpu", lambda: library)
 
@@ -1046,6 +1057,9 @@ def integers():
         for by in (1, 1e-36):
             made.given["v_scale"] *= by
             yield from complaints_of_bytes(made, 2.0**-6, f"{d} columns, {by}")
+
+
+integers_of_avx2 = integers
 
 
 def tables():
@@ -1258,7 +1272,8 @@ def of_weights(features):
 verdicts = {}
 FOLDED = ("items heads", "heads items")  # of mapped dimensions
 OTHERS = ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least", "extents")
-OTHERS += ("score_mods", "stored", "four_bits", "integers", "tables", "nan_columns", "new_rows")
+OTHERS += ("score_mods", "stored", "four_bits", "nan_columns", "new_rows")
+OTHERS += ("integers", "integers_of_avx2", "tables")
 
 
 def complaints(name, dtype=torch.float32):
@@ -1299,6 +1314,20 @@ def test_a_fault_is_detected(what, kernels_of):
     if FAULT[what].seen_by == "tables" and "avx512vbmi" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("needs VBMI")
     detected(what, kernels_of)
+
+
+def test_vnni_changes_no_bits(kernels_of):
+    """It adds products to a sum, which takes two instructions without it."""
+    if "avx512" not in libraries.cpu_isas():
+        pytest.skip("needs AVX-512")
+    vnni = '__builtin_cpu_supports("avx512vnni")'
+    made = batch((FEATURE["mqa"],), torch.bfloat16, ((1, 205), (4, 38), (1, 17)), d=96)
+    stored = kept(made, torch.int8)[0], kept_int4(made)[0]
+    with_it, without = [], []
+    for results, found in ((with_it, vnni), (without, "false")):
+        kernels_of("cpu/forward/integers.h", vnni, found, AMX_FLAGS)
+        results += [x for given in stored for x in run_packed(given, "cpu")]
+    assert all(map(torch.equal, with_it, without))
 
 
 @needs_model

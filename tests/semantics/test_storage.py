@@ -117,7 +117,7 @@ def score_error(stored):
     step = q.abs().max().double() / 32767
     usual = scales.where(scales < 1e6, 0)  # of others, scores are off by more than they are
     most = (k.abs().sum(-1) * usual).max()
-    return step / 2 * most * stored.get("scale", q.shape[-1] ** -0.5)
+    return step / 2 * most * abs(stored.get("scale", q.shape[-1] ** -0.5))
 
 
 def near(found, rounded, wide, more=0):
@@ -307,6 +307,31 @@ def test_a_nan_of_float8_among_numbers(name, d):
                     found, _ = run(stored | dict(k=changed["k"]), name)
                     assert found[:, :heads].isnan().all(), isa
                     torch.testing.assert_close(found[:, heads:], clean[:, heads:])
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "storage, q, k, k_scale, scale",
+    (
+        ("int8", 1e38, 0, 1.0, 1e6),
+        ("int8", 1e-19, 100, 1e35, 1e-20),
+        ("e4m3fn", 1e36, 400, 1e-38, 0.1),
+    ),
+)
+def test_factors_leave_the_range_of_float32_only_with_the_score(
+    name, storage, q, k, k_scale, scale
+):
+    """Their products may leave it, and scores are in it."""
+    declares(name, torch.bfloat16, Feature.QUANTISED)
+    row = torch.full((20, 1, 64), k).to(NAMES[storage])
+    given = dict(q=torch.full((1, 1, 64), q, dtype=torch.bfloat16), k=row, v=row, scale=scale)
+    given |= dict(cu_q=torch.tensor([0, 1]), cu_k=torch.tensor([0, 20]))
+    given |= dict(k_scale=torch.full((20, 1), k_scale), v_scale=torch.ones(20, 1))
+    _, wide = exact(given)
+    for isa in variants(name, torch.bfloat16):
+        with variant(isa):
+            _, lse = run(given, name)
+            torch.testing.assert_close(lse.double(), wide, rtol=1e-3, atol=1e-3)
 
 
 # Relative errors of outputs for a cache of normal data, (typical, worst), as `KVCache` documents.

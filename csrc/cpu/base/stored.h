@@ -56,7 +56,7 @@ struct StoredInt8 {
 // FA_E4M3 where it is read from tables: e4m3_rows.h has its products.
 struct StoredE4m3 {
   uint8_t bits;
-  static constexpr float factor = 1.0f;
+  static constexpr float factor = kWidened<FA_E4M3>;
 };
 // Four bits: a byte of a row of FA_I4. int4_rows.h has its products.
 struct StoredInt4 {

@@ -197,7 +197,7 @@ struct Decode {
     }
     if (p.dropout_p > 0) dropout(p, lanes, keys, buf);
     if (has_scales<S>) multiply(lanes.count, keys.count, buf.v_scales, buf.s);
-    const auto* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
+    const auto* probabilities = Sum::operand(buf.s, lanes.count, buf.p, keys.count);
     for (int64_t j = 0; j < keys.count; j += kKeys) {
       const int64_t n = std::min(kKeys, keys.count - j);
       Later later;

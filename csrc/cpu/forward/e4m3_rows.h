@@ -1,8 +1,8 @@
-// A few query rows against keys and values in float8_e4m3fn, read from tables: few_rows.h for StoredE4m3.
-// An instruction of VBMI looks 64 bytes up in a table of 128. Two tables have the bytes of the
-// bfloat16 that is each pattern's number, or NaN; the sign is added. So 64
-// columns are four vectors, without a conversion and without a search for NaN. q and out
-// have their order. Columns are multiples of 64.
+// A few query rows against keys and values in float8_e4m3fn, read from tables: few_rows.h for
+// StoredE4m3. An instruction of VBMI looks up 64 bytes in a table of 128. Two tables have the upper
+// and the lower bytes of each pattern's number in bfloat16, divided by kWidened, or of NaN; the sign
+// is added. So four vectors of 64 columns need no conversion, and no search for NaN. q and out have
+// the order of these vectors' lanes, `each_place`. Columns are multiples of 64.
 #pragma once
 #include "few_rows.h"
 
@@ -22,7 +22,7 @@ struct E4m3Bytes {
     uint32_t exponent = x >> 3, fraction = x & 7;
     if (exponent == 0)  // subnormal here, but not there
       for (exponent = 1; fraction < 8; --exponent) fraction *= 2;
-    return ((exponent + 127 - 7) << 7) + (fraction % 8 << 4);
+    return ((exponent + 127 - 7 - 8) << 7) + (fraction % 8 << 4);  // 2^8: kWidened
   }
 };
 

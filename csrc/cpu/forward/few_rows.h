@@ -39,11 +39,12 @@ struct FewRows {
                        R factor, R* s, Later later = {}) {
     constexpr int many = W >= 4 ? 4 : 1;
     const int64_t ldq = padded(columns);
+    const auto scaled = [&](Vec<R> x) { return Vec<R>(x * factor); };
     int64_t r = 0;
     for (; r + many <= rows; r += many, later = {})
-      products_of<many>(k, keys, columns, q + r * ldq, ldq, factor, s + r * kTileKeys, later);
+      products_of<many>(k, keys, columns, q + r * ldq, ldq, scaled, s + r * kTileKeys, later);
     for (; r < rows; ++r, later = {})
-      products_of<1>(k, keys, columns, q + r * ldq, ldq, factor, s + r * kTileKeys, later);
+      products_of<1>(k, keys, columns, q + r * ldq, ldq, scaled, s + r * kTileKeys, later);
   }
   // The same products in the layout of tile.h, S[key][row]: for gradients and weights of rows that
   // forward scored here, so that they have the same roundings. `turned` has room for a vector of
@@ -79,10 +80,10 @@ struct FewRows {
 #else
   static constexpr int64_t kKeys = W;
 #endif
-  // `factor` is a number, or one for each of kKeys sums.
-  template <int ROWS, class S, class Factor>
+  // `scaled` multiplies a vector of sums by their factors.
+  template <int ROWS, class S, class F>
   static void products_of(Broadcast<S> k, int64_t keys, int64_t columns, const E* q, int64_t ldq,
-                          Factor factor, R* s, const Later& later) {
+                          F scaled, R* s, const Later& later) {
     constexpr int KEYS = kKeys / ROWS;
     constexpr int share = std::min({kVectorsOfLine<S>, KEYS, 4});  // prefetches each line once
     constexpr int64_t L = kLanes<E>, each = std::is_same_v<S, E> ? 1 : pair;  // S of an element
@@ -120,7 +121,7 @@ struct FewRows {
         for (int x = 0; x < kKeys; ++x) sum[x] = Mul::value(sum[x]);
       Vec<R> sums[kKeys / W];
 #pragma GCC unroll 16
-      for (int x = 0; x < kKeys / W; ++x) sums[x] = sum_lanes<R>(sum + x * W) * factor;
+      for (int x = 0; x < kKeys / W; ++x) sums[x] = scaled(sum_lanes<R>(sum + x * W));
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r)
         std::memcpy(s + r * kTileKeys + j, reinterpret_cast<const R*>(sums) + r * KEYS,
@@ -163,10 +164,10 @@ struct WeightedSum {
     return Op::across(v, j0, keys, Dv, true, buf);
   }
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv); }
-  // P as products read it, and the room that it needs for kLanes rows.
+  // P of `keys` keys as products read it, and the room that it needs for kLanes rows.
   using Weights = R;
   static constexpr int64_t kWeights = 0;
-  static const R* operand(const R* p, int64_t, R*) { return p; }
+  static const R* operand(const R* p, int64_t, R*, int64_t = kTileKeys) { return p; }
   // `rows` rows and NV vectors of columns from c on.
   template <int ROWS, int NV, class S>
   static FA_INLINE void block(const R* p, Broadcast<S> v, int64_t keys, int64_t c, R* out,
@@ -278,7 +279,7 @@ struct WeightedSum<PairedBf16> {
   // P in pairs.
   using Weights = int32_t;
   static constexpr int64_t kWeights = kTileKeys / 2 * W;
-  static const int32_t* operand(const float* p, int64_t rows, int32_t* buf) {
+  static const int32_t* operand(const float* p, int64_t rows, int32_t* buf, int64_t = kTileKeys) {
     return Op::tile_along(p, rows, kTileKeys, buf);
   }
   static FA_INLINE void add(const int32_t* p, int64_t j, Broadcast<int32_t> v, int64_t keys,

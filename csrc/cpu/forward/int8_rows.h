@@ -45,7 +45,7 @@ FA_INLINE void in_units(Vec<int32_t> most, Vec<float>& by, Vec<float>& unit) {
   by = most == 0 ? top : 32767.0f / top;
   unit = top / 32767.0f;
   const auto usual = (top >= 0x1p-64f) & (top < kInf<float>);
-  unit = usual | (most == 0) ? unit : none;
+  unit = (usual | (most == 0)) ? unit : none;
 }
 FA_INLINE bool is_number(float x) { return x == x; }
 
@@ -103,10 +103,13 @@ struct Int8Rows : FewRows<Plain<float> > {
     const int64_t ldq = padded(columns);
     float unit[kKeys];
     for (int r = 0; r < ROWS; ++r)
-      std::fill_n(unit + r * KEYS, KEYS, q[r * ldq + unit_at(columns)] * factor);
+      std::fill_n(unit + r * KEYS, KEYS, q[r * ldq + unit_at(columns)]);
+    const Vec<float> units = load(unit);
+    // (Not by their product, which may leave the range of float32.)
+    const auto scaled = [&](Vec<float> x) { return Vec<float>(x * units * factor); };
     const int32_t* pairs = reinterpret_cast<const int32_t*>(q + pairs_at(columns));
-    FewRows<PairedInt16<VNNI> >::template products_of<ROWS>(k, keys, columns, pairs, ldq,
-                                                            load(unit), s, later);
+    FewRows<PairedInt16<VNNI> >::template products_of<ROWS>(k, keys, columns, pairs, ldq, scaled, s,
+                                                            later);
   }
 };
 #endif
@@ -123,16 +126,16 @@ struct Int8WeightedSum : WeightedSum<Plain<float> > {
     const float* numbers;
   };
   static constexpr int64_t kWeights = W;  // rows
-  static const Weights* operand(const float* p, int64_t rows, Weights* to) {
-    constexpr int blocks = kTileKeys / kKeys;
-    static_assert(blocks <= W && kKeys == W);
+  static const Weights* operand(const float* p, int64_t rows, Weights* to, int64_t keys) {
+    static_assert(kTileKeys / kKeys <= W && kKeys == W);
+    const int64_t blocks = (keys + kKeys - 1) / kKeys;
     for (int64_t r = 0; r < rows; ++r, p += kTileKeys) {
       Vec<int32_t> most[W] = {};
-      for (int x = 0; x < blocks; ++x) most[x] = size_of(load(p + x * W));
+      for (int64_t x = 0; x < blocks; ++x) most[x] = size_of(load(p + x * W));
       Vec<float> by, unit;
       in_units(reduce_vectors<int32_t>(most, larger), by, unit);
       std::memcpy(to[r].unit, &unit, sizeof to[r].unit);
-      for (int x = 0; x < blocks; ++x)
+      for (int64_t x = 0; x < blocks; ++x)
         store_rounded(to[r].integers + x * W, load(p + x * W) * by[x]);
       to[r].numbers = p;
     }
