@@ -34,9 +34,9 @@ FA_INLINE Broadcast<Int8AsFloats> as_floats(Broadcast<StoredInt8> a) {
   return {reinterpret_cast<const Int8AsFloats*>(a.data), a.stride};
 }
 
-// Integers of a set of numbers: x is about rounded(x * by) * unit. The largest, whose bits without
-// sign are `most`, becomes 32767; the others err by a 65534th of it at most. Sets with a
-// number that is not finite, or of tiny ones, have none: unit is NaN.
+// Integers of a set of numbers: x is about rounded(x * by) * unit. `most` has the bits of the largest
+// number without its sign. That becomes 32767, and the others err by a 65534th of it at most. Sets
+// with a number that is not finite, or of tiny ones, have no integers: unit is NaN.
 FA_INLINE Vec<int32_t> size_of(Vec<float> x) { return (Vec<int32_t>)absolute<float>(x); }
 FA_INLINE Vec<int32_t> larger(Vec<int32_t> a, Vec<int32_t> b) { return a > b ? a : b; }
 FA_INLINE void in_units(Vec<int32_t> most, Vec<float>& by, Vec<float>& unit) {
@@ -119,7 +119,7 @@ struct Int8Rows : FewRows<Plain<float> > {
 struct Int8WeightedSum : WeightedSum<Plain<float> > {
   using Floats = WeightedSum<Plain<float> >;
   static constexpr int W = kLanes<float>, kKeys = W;
-  // P of a row, in integers for each kKeys keys, whose unit is NaN if there are none.
+  // P of a row as integers, with a unit for each kKeys keys: NaN if these have none.
   struct Weights {
     uint16_t integers[kTileKeys];
     float unit[kTileKeys / kKeys];
