@@ -8,11 +8,12 @@ from fastattn.call.spec import Feature
 from tests.semantics.test_packed import batch
 from tests.semantics.test_paged import in_pages
 from tests.semantics.test_storage import exact, kept, run, score_error
-from tests.support.backends import declares, every_backend, variant, variants
+from tests.support.backends import declares, of_cpu_blocks, variant, variants
 from tests.support.cases import FEATURE, PLAIN
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), of_cpu_blocks]
 
+on_cpu = pytest.mark.parametrize("name", ("cpu",))
 halves = pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 KEYS_AT_ONCE = 16  # their P has one unit
 
@@ -32,7 +33,7 @@ def stored_in_int8(features, dtype, sizes, d, dv=None):
     return made
 
 
-@every_backend
+@on_cpu
 @halves
 @pytest.mark.parametrize("d, dv", ((32, 32), (64, 96), (128, 128), (160, 32), (576, 512)))
 def test_every_width_and_number_of_keys(name, dtype, d, dv):
@@ -56,7 +57,7 @@ def test_every_width_and_number_of_keys(name, dtype, d, dv):
                     assert all(map(torch.equal, found, paged)), (isa, page)
 
 
-@every_backend
+@on_cpu
 @halves
 @pytest.mark.parametrize("size", (1.0, 1e4, 1e30, 2.0**-20, 1e-37))
 def test_scores_of_queries_with_a_large_column(name, dtype, size):
@@ -79,7 +80,7 @@ def test_scores_of_queries_with_a_large_column(name, dtype, size):
                     assert (lse.double() - wide).abs().max() <= bound, isa
 
 
-@every_backend
+@on_cpu
 @halves
 def test_outputs_of_values_of_very_different_sizes(name, dtype):
     """P times a value's scale is off by half of a 32767th of the largest of sixteen keys."""
@@ -101,7 +102,7 @@ def test_outputs_of_values_of_very_different_sizes(name, dtype):
                 assert ((found.double() - wide).abs() <= bound).all(), isa
 
 
-@every_backend
+@on_cpu
 @halves
 def test_rows_that_have_no_integers(name, dtype):
     """A query of NaN, of infinities or of numbers near the ends of the range does not change the
@@ -138,7 +139,7 @@ def test_rows_that_have_no_integers(name, dtype):
                     torch.testing.assert_close(x, y, rtol=0.02, atol=0.01 * y.abs().max().item())
 
 
-@every_backend
+@on_cpu
 @halves
 def test_a_head_alone_has_the_bits_that_it_has_among_others(name, dtype):
     """Four rows are multiplied at once, and what remains row by row."""
