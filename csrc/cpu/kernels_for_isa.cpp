@@ -84,9 +84,7 @@ Plan decode_plan(const Params& p) {
         return Decode<Single, StoredF16>::plan(p);
       case FA_I8:
 #if defined(__AVX2__)
-        // With queries of 16 bits: float32 has more than the integers keep.
-        if (p.q.dtype != FA_F32 && p.D % 32 == 0 && p.Dv % 32 == 0)
-          return Decode<Single, StoredInt8>::plan(p);
+        if (Int8Rows::suits(p)) return Decode<Single, StoredInt8>::plan(p);
 #endif
         return Decode<Single, StoredByte<FA_I8>>::plan(p);
       case FA_E4M3:

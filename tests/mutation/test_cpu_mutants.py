@@ -678,8 +678,8 @@ scales side by side are the first ones: cpu/forward/decode.h: integers
 -a.scale_of(keys.j0), keys.count
 +a.scale_of(0), keys.count
 scales side by side are of the first page: cpu/base/matrix_view.h: integers
--scale.at(r - n * page) + block * scale_apart;
-+scale.at(r - n * page);
+-in_pages(scale, scale_apart, r, 0);
++in_pages(scale, 0, r, 0);
 numbers of tables have no sign: cpu/forward/e4m3_rows.h: tables
 -look_up(bytes, high), 0xEA);
 +look_up(bytes, high), 0xAA);
@@ -884,8 +884,7 @@ AMX_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq
 ON_THE_MODEL = [*AMX_FLAGS, "-DFA_AMX", "-DFA_AMX_MODEL"]
 WITH_AVX2 = AMX_FLAGS[:3]
 # The instructions that a slice is about, and the set that has them.
-ISA_OF = {"four_bits": "avx2", "integers_of_avx2": "avx2"}
-ISA_OF |= {"integers": "avx512", "tables": "avx512"}
+ISA_OF = dict(four_bits="avx2", integers_of_avx2="avx2", integers="avx512", tables="avx512")
 FLAGS_OF = {name: WITH_AVX2 if isa == "avx2" else AMX_FLAGS for name, isa in ISA_OF.items()}
 ONLY_FLOAT32 = "if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);"
 
@@ -1030,14 +1029,20 @@ def stored():
                 yield f"{dtype}{where} is off by {off:.1g}"
 
 
+def few_rows(dtype, d):
+    """One row, four and one of heads that share keys, each with q of another size."""
+    made = batch((FEATURE["mqa"],), dtype, ((1, 205), (4, 38), (1, 17)), d=d)
+    scales = 4.0 ** torch.arange(len(made.given["q"]))
+    made.given["q"] = made.given["q"] / scales[:, None, None].to(dtype)
+    return made
+
+
 def four_bits():
     """One row and a few on four bits, as floats and as integers: rows of half a vector, of whole
     ones, and of both."""
     for dtype, far in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-6)):
         for d in (32, 64, 96):
-            made = batch((FEATURE["mqa"],), dtype, ((1, 205), (4, 38), (1, 17)), d=d)
-            scales = 4.0 ** torch.arange(len(made.given["q"]))
-            made.given["q"] = made.given["q"] / scales[:, None, None].to(dtype)
+            made = few_rows(dtype, d)
             stored, plain = kept_int4(made)
             expected = run_packed(plain, "reference")
             for x, y in zip(run_packed(stored, "cpu"), expected, strict=True):
@@ -1049,9 +1054,7 @@ def four_bits():
 def integers():
     """One row and a few of bfloat16 on int8, one without integers, and values without them."""
     for d in (64, 96, 160):
-        made = batch((FEATURE["mqa"],), torch.bfloat16, ((1, 205), (4, 38), (1, 17)), d=d)
-        scales = 4.0 ** torch.arange(len(made.given["q"]))
-        made.given["q"] = made.given["q"] / scales[:, None, None].to(torch.bfloat16)
+        made = few_rows(torch.bfloat16, d)
         made.given["q"][2, 1] *= 1e-30
         made.given, _ = kept(made, torch.int8)
         for by in (1, 1e-36):
@@ -1065,7 +1068,7 @@ integers_of_avx2 = integers
 def tables():
     """One row and a few on every number of float8_e4m3fn, and a value of NaN."""
     for dtype, far in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-6)):
-        made = batch((FEATURE["mqa"],), dtype, ((1, 205), (4, 38), (1, 17)), d=128)
+        made = few_rows(dtype, 128)
         made.given, _ = kept(made, torch.float8_e4m3fn)
         made.given["v"].view(torch.uint8).flatten()[: 126 * 256] = torch.arange(126).repeat(256)
         yield from complaints_of_bytes(made, far, f"{dtype}")
@@ -1321,7 +1324,7 @@ def test_vnni_changes_no_bits(kernels_of):
     if "avx512" not in libraries.cpu_isas():
         pytest.skip("needs AVX-512")
     vnni = '__builtin_cpu_supports("avx512vnni")'
-    made = batch((FEATURE["mqa"],), torch.bfloat16, ((1, 205), (4, 38), (1, 17)), d=96)
+    made = few_rows(torch.bfloat16, 96)
     stored = kept(made, torch.int8)[0], kept_int4(made)[0]
     with_it, without = [], []
     for results, found in ((with_it, vnni), (without, "false")):

@@ -121,6 +121,17 @@ def test_values_that_every_dtype_has(name, dtype):
                     torch.testing.assert_close(x, y, rtol=close, atol=close)
 
 
+def with_a_large_column(features, dtype, size, d):
+    """Queries of this size, one column a hundred times as large; the scale makes up for it."""
+    if size * 100 > torch.finfo(dtype).max or size < torch.finfo(dtype).tiny:
+        pytest.skip("out of the dtype's range")
+    made = batch(features, dtype, ((1, 40), (2, 65)), d)
+    made.given["q"][..., 7] *= 100
+    made.given["q"] = (made.given["q"].float() * size).to(dtype)
+    made.given["scale"] = d**-0.5 / size
+    return made
+
+
 @every_backend
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("size", (1.0, 1e4, 1e35, 2.0**-20, 1e-37))
@@ -128,14 +139,9 @@ def test_scores_of_queries_with_a_large_column(name, dtype, size):
     """Kernels may round q to multiples of a 32767th of its largest number. A score is off by half
     of that, times the sum of a key's n * scale, at most. So is the LSE."""
     declares(name, dtype, Feature.INT4)
-    if size * 100 > torch.finfo(dtype).max or size < torch.finfo(dtype).tiny:
-        pytest.skip("out of the dtype's range")
     for features in (PLAIN, (FEATURE["mqa"],)):
         for d in (32, 96, 128):
-            made = batch(features, dtype, ((1, 40), (2, 65)), d)
-            made.given["q"][..., 7] *= 100
-            made.given["q"] = (made.given["q"].float() * size).to(dtype)
-            made.given["scale"] = d**-0.5 / size
+            made = with_a_large_column(features, dtype, size, d)
             stored, plain = kept(made)
             _, exact = run(plain, "reference")
             rows = stored["k"].unflatten(-1, (d // 32, 20))

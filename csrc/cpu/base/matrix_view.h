@@ -31,18 +31,18 @@ struct KeyPlane : Plane {
   Plane scale;
   int64_t scale_apart, kept;
   FA_INLINE bool scaled() const { return scale.data || dtype == FA_I4; }
-  FA_INLINE int64_t at(int64_t r, int64_t c = 0) const {
-    if (!pages) return Plane::at(r, c);
+  FA_INLINE int64_t at(int64_t r, int64_t c = 0) const { return in_pages(*this, apart, r, c); }
+  // Where that is in a plane with these pages.
+  FA_INLINE int64_t in_pages(const Plane& a, int64_t apart_by, int64_t r, int64_t c) const {
+    if (!pages) return a.Plane::at(r, c);
     const uint32_t n = uint32_t(r) / uint32_t(page);
-    return Plane::at(r - n * page, c) + pages[n] * apart;
+    return a.Plane::at(r - n * page, c) + pages[n] * apart_by;
   }
   FA_INLINE bool one_block(int64_t r, int64_t count) const {
     return !pages || count == 0 || r / page == (r + count - 1) / page;
   }
-  // Where the scale of row r is.
   FA_INLINE const float* scale_of(int64_t r) const {
-    const int64_t n = pages ? uint32_t(r) / uint32_t(page) : 0, block = pages ? pages[n] : 0;
-    return static_cast<const float*>(scale.data) + scale.at(r - n * page) + block * scale_apart;
+    return static_cast<const float*>(scale.data) + in_pages(scale, scale_apart, r, 0);
   }
   template <class T>
   FA_INLINE void read(int64_t r, int64_t count, int64_t c, int64_t columns, T* dst,

@@ -165,7 +165,8 @@ struct Decode {
       a.each_scaled(keys.j0, keys.count, 0,
                     [&](const uint8_t*, const uint8_t*, float by) { *at++ = by; });
     std::fill(at, to + round_up(keys.count, Few::kPadded), R(0));
-    for (R* x = to; S::factor != 1 && x < at; ++x) *x *= S::factor;
+    if (S::factor != 1)
+      for (int64_t j = 0; j < keys.count; ++j) to[j] *= S::factor;
   }
   // S or P of some rows times a factor of each key.
   static void multiply(int64_t rows, int64_t keys, const R* by, R* s) {
