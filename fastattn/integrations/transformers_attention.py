@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import output_capturing
 
 from .. import mla
 from ..api import attention, attention_packed, attention_weights, draw_seed
@@ -32,7 +33,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend query (B,H,M,D) to key (B,Hk,N,D) and value (B,Hk,N,Dv).
 
-    Returns out (B,M,H,Dv), and the weights (B,H,M,N) if `output_attentions` requests them.
+    Returns out (B,M,H,Dv), and the weights (B,H,M,N) if `output_attentions` requests them. With
+    gradients, the outputs are then computed from the weights, which `retain_grad` and hooks serve.
+    A batch of one query or of one key and value serves all items of the other.
 
     attention_mask: from `make_mask`, or the caller's own tensor, boolean or added to scores.
     Without a mask, `is_causal` or else module.is_causal applies, aligned to the top left.
@@ -47,10 +50,11 @@ def attend(
             "sinks: got some, expected none: fastattn has a sink for each head, not for each row; "
             "leave this model at 'eager' or 'sdpa'"
         )
+    wants_weights = kwargs.get("output_attentions") or _captures_weights()
     query, key, value, weights = heads(module, query, key, value, expand=cache is not None)
     given = _given(query, scaling, softcap, s_aux, dropout)
     if (chosen := _selected(module, kwargs)) is not None:
-        if cache is not None or position_bias is not None or kwargs.get("output_attentions"):
+        if cache is not None or position_bias is not None or wants_weights:
             raise NotImplementedError(
                 "indices: got some beside a paged cache, a position bias or output_attentions, "
                 "expected them alone; leave this model at 'eager' or 'sdpa'"
@@ -59,28 +63,41 @@ def attend(
         return (out if weights is None else mla.outputs(out, weights)).transpose(1, 2), None
     if cache is not None:
         asked = kwargs | dict(is_causal=is_causal, position_bias=position_bias)
+        asked["output_attentions"] = wants_weights
         return attend_pages(module, query, key, value, cache, asked, given), None
-    if query.shape[0] != key.shape[0]:  # learned queries, the same for all items
-        query = query.expand(key.shape[0], -1, -1, -1)
+    if query.shape[0] != key.shape[0]:  # one set of learned queries, or one encoding, for all items
+        B = query.shape[0] if key.shape[0] == 1 else key.shape[0]
+        query, key, value = (x.expand(B, -1, -1, -1) for x in (query, key, value))
     if isinstance(attention_mask, StructuredMask):
         arguments, offsets = attention_mask.arguments, _offsets(attention_mask, query, key, kwargs)
     else:
         arguments, offsets = _plain(module, attention_mask, is_causal, query), None
         if attention_mask is None:
             offsets = _given_offsets(query, kwargs)
-    wants_weights = kwargs.get("output_attentions")
     if offsets is not None and (wants_weights or position_bias is not None):
         arguments, offsets = {"mask": _exact(attention_mask)}, None
     if position_bias is not None:
         arguments = arguments | {"mask": _biased(position_bias, arguments.get("mask"), query)}
     given |= arguments
-    if offsets is not None:
-        out: Any = _packed(query, key, value, offsets, given).transpose(1, 2)
+    shown = attention_weights(query, key, **given) if wants_weights else None
+    if shown is not None and shown.requires_grad:
+        out: Any = _of_weights(shown, value)
+    elif offsets is not None:
+        out = _packed(query, key, value, offsets, given).transpose(1, 2)
     else:
         out = attention(query, key, value, **given)
     if weights is not None:
         out = mla.outputs(out, weights)
-    return out.transpose(1, 2), attention_weights(query, key, **given) if wants_weights else None
+    return out.transpose(1, 2), shown
+
+
+def _captures_weights() -> bool:
+    """True if transformers captures weights of the layers that run now. Some models do not pass
+    their argument `output_attentions` on to the attention function."""
+    collector: Any = output_capturing._active_collector
+    # Compiled code cannot read a ContextVar: transformers then uses a variable instead.
+    captured = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return any(name.endswith("attentions") for name in captured or ())
 
 
 def _selected(module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, int] | None:
@@ -158,6 +175,13 @@ def _biased(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return bias + mask
     return torch.where(mask, bias, -torch.inf)
+
+
+def _of_weights(weights: Tensor, value: Tensor) -> Tensor:
+    """(B,H,M,Dv): the outputs as a product of the weights (B,H,M,N). As in eager attention, the
+    gradient of a loss on the outputs then passes through the weights, where hooks see it."""
+    rows = weights.unflatten(1, (value.shape[1], -1)).flatten(2, 3)  # those of a key head
+    return (rows @ value).unflatten(2, (-1, weights.shape[2])).flatten(1, 2)
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, given: Any) -> Tensor:

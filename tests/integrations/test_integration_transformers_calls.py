@@ -11,7 +11,7 @@ import fastattn.integrations.transformers as ours  # noqa: E402
 from fastattn.integrations import transformers_attention  # noqa: E402
 from fastattn.integrations.transformers_masks import make_mask  # noqa: E402
 
-from ..support.transformers_families import FAMILY, made, text  # noqa: E402
+from ..support.transformers_families import FAMILIES, FAMILY, inputs, made, text  # noqa: E402
 from .test_integration_transformers_masks import MODULE, POSITIONS, seen_by  # noqa: E402
 
 pytestmark = [
@@ -56,6 +56,79 @@ def test_weights(registered):
             rows = mask.bool() if mine.shape[2] == 24 else torch.ones(3, 5).bool()
             mine, theirs = (x.transpose(1, 2)[rows] for x in (mine, theirs))
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def assert_gradients_agree(found, expected):
+    """Errors are judged beside a tensor's largest number. That of a key's bias has the gradient 0,
+    of which rounding leaves something: it is judged beside the largest of all."""
+    assert len(found) == len(expected) > 0
+    rounding = 1e-7 * max(x.abs().max() for x in expected)
+    for mine, theirs in zip(found, expected):
+        assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max() + rounding
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5", "GptOss"])
+def test_gradients_by_weights(name, registered):
+    """A loss on the model's output reaches its attention weights, which keep their gradients, and a
+    hook that changes these changes the gradients of parameters."""
+    model, ids = made(FAMILY[name]), text("none")[0]
+    given = dict(input_ids=ids, output_attentions=True)
+    given |= dict(decoder_input_ids=ids[:, :5]) if name == "T5" else {}
+    found = []
+    for implementation in ("fastattn", "eager"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        out = model(**given)
+        kinds = ("encoder", "decoder", "cross") if name == "T5" else ("",)
+        weights = [w for x in kinds for w in getattr(out, f"{x}_attentions".lstrip("_"))]
+        for w in weights:
+            w.retain_grad()
+            w.register_hook(lambda gradient: gradient * 2)
+        out[0].square().mean().backward()
+        parameters = [x.grad for x in model.parameters() if x.grad is not None]
+        found.append([w.grad for w in weights] + parameters)
+    assert_gradients_agree(*found)
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("name", ["Bart", "Marian", "T5"])
+def test_one_encoding_serves_several_decoder_rows(name, padding, registered):
+    model, (ids, mask) = made(FAMILY[name]), text(padding)
+    encoder = model.get_encoder()
+    found = []
+    for implementation in ("fastattn", "eager"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        encoded = encoder(ids[2:], attention_mask=mask[2:])
+        given = dict(attention_mask=mask[2:].expand(3, -1), decoder_input_ids=ids[:, :5])
+        out = model(encoder_outputs=encoded, **given, use_cache=False)
+        out.logits.square().mean().backward()
+        found.append([x.grad for x in model.parameters() if x.grad is not None])
+        found[-1].append(out.logits)
+    assert_gradients_agree(*found)
+
+
+def test_weights_of_every_family(registered):
+    """Also of the models that do not pass `output_attentions` on to the attention function."""
+    for family in FAMILIES:
+        model, given = made(family), inputs(family, "none")
+        number = []
+        for implementation in ("fastattn", "eager"):
+            model.set_attn_implementation(implementation)
+            out = model(**given, output_attentions=True)
+            number.append({name: len(x) for name, x in out.items() if "attentions" in name})
+        assert number[0] == number[1] and any(number[0].values()), family.name
+
+
+def test_weights_of_compiled_models(registered):
+    model, ids = made(FAMILY["GPT2"]), text("none")[0]
+    model.set_attn_implementation("fastattn")
+    expected = model(ids, output_attentions=True).attentions
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="eager", fullgraph=True)(ids, output_attentions=True)
+    assert len(found.attentions) == 2
+    for mine, theirs in zip(found.attentions, expected):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_weights_of_a_packed_batch(registered):

@@ -174,6 +174,7 @@ SHARES = {
     "test_integration_transformers_calls": (NONE, ALL),
     "test_integration_transformers_masks::test_results_equal_those_of_the_dense_mask": (NONE, 5),
     "test_integration_transformers_calls::test_compiled": (NONE, NONE),
+    "test_integration_transformers_calls::test_weights_of_compiled_models": (NONE, NONE),
     "test_first_contact": (NONE, NONE),
     "test_gpu_session::test_the_rehearsal_runs_from_end_to_end": (NONE, NONE),
     "test_gpu_session::test_a_part_that_hangs_is_killed_with_its_children": (NONE, NONE),
