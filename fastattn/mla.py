@@ -155,7 +155,7 @@ def decode(
         q: Queries without positions.
         q_rotated: Queries with positions.
         keys: Latent vectors and rotated keys (see `keys`), or a cache of them, which is causal by
-            default.
+            default and has no gradient.
         weights: Of `split`.
         scale: The factor of the scores. Default: 1 / sqrt(Dn + R), as in `prefill`.
         **arguments: Those of `fastattn.attention`, or of `KVCache.attention` for a cache.

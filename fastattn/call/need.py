@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def need(ok: bool, name: str, got: object, expected: str) -> None:
     if not ok:
         raise ValueError(f"{name}: got {got}, expected {expected}")
+
+
+def need_constant(why: str, **given: object) -> None:
+    """Raise ValueError for tensors with a derivative, which the caller would drop: `why`."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            continue
+        if torch.is_grad_enabled() and x.requires_grad:
+            got, do = "that requires grad", "call it under torch.no_grad(), or "
+        elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            got, do = "with a tangent", ""
+        else:
+            continue
+        raise ValueError(
+            f"{name}: got a tensor {got}, expected a constant: {why}; {do}pass {name}.detach()"
+        )
 
 
 def need_dense(name: str, x: Tensor) -> None:

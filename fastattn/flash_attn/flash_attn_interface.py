@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..call.need import need_constant
 from .caching import Cache, attend
 from .checks import in_their_names, need_integers, need_shape
 from .translation import Results, arguments_of, dense, packed
@@ -487,8 +488,10 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append keys and values to a cache, rotate them and q if requested, and attend q to the cache.
 
-    There are no gradients, as in flash-attn. Lengths, table entries and positions out of range
-    raise ValueError on a CPU before anything is written, and are clamped elsewhere.
+    There are no gradients, as in flash-attn; a tensor that requires grad raises outside
+    torch.no_grad(). Rows without a key are 0, as flash-attn documents. Lengths, table entries and
+    positions out of range raise ValueError on a CPU before anything is written, and are clamped
+    elsewhere.
 
     Args:
         q: Queries.
@@ -535,7 +538,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: As `flash_attn_func`; also for two sequences that would write to one row (only a
-            CPU checks this), and for arguments that exclude each other.
+            CPU checks this), for arguments that exclude each other, and for one that requires grad.
         TypeError: As `flash_attn_func`.
         NotImplementedError: As `flash_attn_func`.
 
@@ -557,6 +560,8 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
+    why = "flash_attn_with_kvcache has no gradients"
+    need_constant(why, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
     need_shape("q", q, ("batch", "seqlen", "heads", "head_dim"))
     cache = Cache.of(k_cache, v_cache, len(q), block_table, cache_batch_idx, cache_leftpad)
     rotation = rotary_cos, rotary_sin, rotary_interleaved

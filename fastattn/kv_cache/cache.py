@@ -6,6 +6,7 @@ as long as the capacity.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, overload
@@ -16,11 +17,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Unpack  # torch depends on it
 
 from ..api import attention_packed
+from ..backends.native.marshalling import kind
+from ..backends.value_checks import checks_values
 from ..call.int4 import BLOCK, INT4
+from ..call.need import need_constant
 from ..call.place import Place
 from ..call.quantisation import STORAGE
 from ..call.scalars import whole
 from ..call.validation import DTYPES
+from ..dispatch.torch_function import is_compiling
 from ..score_mods.tracing import MaskMod, ScoreMod
 from .block_pool import Claim, Pool, indexable, used
 from .new_rows import Put, put, put_stored
@@ -78,10 +83,10 @@ class CacheArguments(TypedDict, total=False):
 class KVCache:
     """Keep the keys (B,Hk,N,D) and values (B,Hk,N,Dv) of B items, each with its own length.
 
-    `fork` shares pages until one side writes. `copy.copy` is `fork`. Appended tensors are detached:
-    keys and values are constants, and q has a gradient (none in eight bits). Under autocast, inputs
-    are cast to the cache's dtype. Only one thread at a time may use a cache and its forks. On Linux
-    a cache of 4 MiB or more asks for huge pages in a CPU's memory, which then fills by these.
+    `fork` shares pages until one side writes. `copy.copy` is `fork`. Keys and values are constants;
+    q has a gradient (none in eight bits). Under autocast, inputs are cast to the cache's dtype.
+    Only one thread at a time may use a cache and its forks. On Linux a cache of 4 MiB or more asks
+    for huge pages in a CPU's memory, which then fills by these.
 
     Numbers of eight bits (see storage) have a float32 scale for each token's head vector, which
     kernels read. A vector with a NaN or an infinity is stored as NaN. For normally distributed data
@@ -261,6 +266,7 @@ class KVCache:
         *,
         cu_q: Tensor | None = None,
         max_q: int | None = None,
+        allow_empty_rows: bool = False,
         return_lse: Literal[False] = False,
         **arguments: Unpack[CacheArguments],
     ) -> Tensor: ...
@@ -272,6 +278,7 @@ class KVCache:
         *,
         cu_q: Tensor | None = None,
         max_q: int | None = None,
+        allow_empty_rows: bool = False,
         return_lse: Literal[True],
         **arguments: Unpack[CacheArguments],
     ) -> tuple[Tensor, Tensor]: ...
@@ -283,6 +290,7 @@ class KVCache:
         *,
         cu_q: Tensor | None = None,
         max_q: int | None = None,
+        allow_empty_rows: bool = False,
         return_lse: bool,
         **arguments: Unpack[CacheArguments],
     ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -293,6 +301,7 @@ class KVCache:
         *,
         cu_q: Tensor | None = None,
         max_q: int | None = None,
+        allow_empty_rows: bool = False,
         **arguments: Any,
     ) -> Any:
         """Compute `fastattn.attention` of q over the cached keys of each item.
@@ -303,6 +312,10 @@ class KVCache:
                 with place=Place(bottom_right=True) as well, they stand at the last.
             cu_q: Offsets: item b has rows cu_q[b] to cu_q[b+1].
             max_q: The largest number of rows of an item; only with cu_q. See `attention_packed`.
+            allow_empty_rows: If True, rows to which causal and window leave no key of their item
+                give zeros, and an LSE of -inf: for batches with unused items. If False, they raise,
+                except in compiled code; with cu_q on a GPU only if no item has a key, or if
+                FASTATTN_CHECK=1.
             **arguments: Those of `fastattn.attention`, return_lse among them, except key_lengths,
                 which the cache supplies.
 
@@ -317,7 +330,8 @@ class KVCache:
             out, or (out, lse) with return_lse.
 
         Raises:
-            ValueError: q or cu_q does not fit the cache, or as `fastattn.attention`.
+            ValueError: q or cu_q does not fit the cache, a row has no key, or as
+                `fastattn.attention`.
             TypeError: An argument is one that the cache supplies, or as `fastattn.attention`.
             NotImplementedError: As `fastattn.attention`.
 
@@ -343,11 +357,15 @@ class KVCache:
             max_k=None if columns == 1 else columns,
         )
         if not self._is_autocast():
-            return self._attend(q, cu_q, max_q, given)
-        with torch.autocast(self._pool.k.device.type, enabled=False):  # pages must not be cast
-            if "mask" in given:
-                given["mask"] = self._cast(given["mask"])
-            return self._attend(self._cast(q), cu_q, max_q, given)
+            found = self._attend(q, cu_q, max_q, given)
+        else:
+            with torch.autocast(self._pool.k.device.type, enabled=False):  # pages must not be cast
+                if "mask" in given:
+                    given["mask"] = self._cast(given["mask"])
+                found = self._attend(self._cast(q), cu_q, max_q, given)
+        if not allow_empty_rows and not is_compiling():  # arguments that are wrong raised before
+            self._need_keys(q, cu_q, given)
+        return found
 
     def _is_autocast(self) -> bool:
         return _any_autocast() and torch.is_autocast_enabled(self._pool.k.device.type)
@@ -373,6 +391,36 @@ class KVCache:
         found = attention_packed(rows, cu_q=self._every(M), max_q=M, **given)
         return _each(lambda x: x.unflatten(0, (B, M)).transpose(1, 2), found)
 
+    def _need_keys(self, q: Tensor, cu_q: Tensor | None, given: dict[str, Any]) -> None:
+        """Raise if causal and window leave the first or the last row of an item without a key."""
+        if cu_q is None:
+            rows = [q.shape[2]] * self.batch
+        elif kind((cu_q,)) is not None and checks_values(cu_q.device):
+            rows = cu_q.diff().tolist()
+        elif self._lengths.any():
+            return  # only the device knows the rows of an item
+        else:
+            rows = [q.shape[0]]
+        causal, place = given["causal"], given.get("place")
+        at_end = causal == "bottom_right" or (place is not None and place.bottom_right)
+        left, right = given.get("window") or (None, None)
+        left = math.inf if left is None else left
+        right = min(math.inf if right is None else right, 0 if causal else math.inf)
+
+        def see(M: int, N: int) -> bool:  # fewer rows on more keys do, too
+            first = N - M if at_end else 0
+            return 0 < N > first + M - 1 - left and first + right >= 0 <= left + right
+
+        lengths = self._lengths.tolist()
+        if see(max(rows, default=0), min(lengths, default=0)):
+            return
+        for b, (M, N) in enumerate(zip(rows, lengths)):
+            if M and not see(M, N):
+                raise ValueError(
+                    f"q: got {M} rows of item {b} on {N} keys, expected that causal and window "
+                    "let each row see a key; allow_empty_rows=True gives zeros for one without"
+                )
+
     def _every(self, M: int) -> Tensor:
         """Offsets (B+1,) of items with M rows each."""
         if self._offsets is None or self._offsets[0] != M:
@@ -383,7 +431,6 @@ class KVCache:
 
     # ---------------------------------------------------------------------------------- appending
 
-    @_kept
     def append(self, k: Tensor, v: Tensor | None = None, cu: Tensor | None = None) -> None:
         """Append keys and values to the items, in place.
 
@@ -399,7 +446,8 @@ class KVCache:
 
         Raises:
             RuntimeError: The cache is full. Nothing was written.
-            ValueError: A tensor does not fit the cache.
+            ValueError: A tensor does not fit the cache, or k or v requires grad outside
+                torch.no_grad() or has a tangent, of which a cache keeps nothing.
             TypeError: k or v is not a tensor, or cu is not of whole numbers; v is given to a cache
                 with latent.
 
@@ -412,6 +460,11 @@ class KVCache:
             >>> cache.lengths
             tensor([3, 2])
         """
+        need_constant("a cache keeps keys and values without their gradient", k=k, v=v)
+        self._append(k, v, cu)
+
+    @_kept
+    def _append(self, k: Tensor, v: Tensor | None, cu: Tensor | None) -> None:
         given: dict[str, Any] = dict(k=k, v=v)
         if self._pool.latent is not None:
             if v is not None:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..call.need import need_constant
 from .core import merge_heads, split_heads
 from .heads import MultiHead
+
+_NO_GRADIENT = "a cache keeps keys and values without their gradient"
 
 
 class KeyValueCache:
@@ -65,8 +68,8 @@ class KeyValueCache:
             (all_k, all_v), views of the cache.
 
         Raises:
-            ValueError: k or v requires grad, there is no room for m tokens, or the shapes are not
-                those of the calls before.
+            ValueError: k or v requires grad outside torch.no_grad(), there is no room for m tokens,
+                or the shapes are not those of the calls before.
 
         Example:
             >>> import torch
@@ -76,10 +79,7 @@ class KeyValueCache:
             >>> k.shape, cache.append(k, v)[0].shape, cache.append(k, v)[0].shape
             (torch.Size([1, 4, 3, 8]), torch.Size([1, 4, 3, 8]), torch.Size([1, 4, 6, 8]))
         """
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise ValueError(
-                "cache: got keys that require grad, expected to decode under torch.no_grad()"
-            )
+        need_constant(_NO_GRADIENT, k=k, v=v)
         all_k, all_v = self._k, self._v
         if all_k is None or all_v is None:
             room = k.shape[2] if self.max_len is None else self.max_len
@@ -220,7 +220,8 @@ class CachedAttention(MultiHead):
 
         Raises:
             ValueError: A tensor does not have the shape stated above, causal is True beside a
-                memory, a float mask on a CPU contains -inf, or the cache has no room.
+                memory, a float mask on a CPU contains -inf, the cache has no room, or what it keeps
+                requires grad.
         """
         self._check(x, memory, causal)
         if memory is None:
@@ -245,6 +246,8 @@ class CachedAttention(MultiHead):
     def _of_memory(self, memory: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor]:
         kept = None if cache is None else cache.view()
         if kept is not None:
+            weights = dict(in_proj_weight=self.in_proj_weight, in_proj_bias=self.in_proj_bias)
+            need_constant(_NO_GRADIENT, memory=memory, **weights)
             return kept
         k, v = (split_heads(y, self.num_heads) for y in self._project(memory, 1, 3))
         return (k, v) if cache is None else cache.append(k, v)

@@ -165,12 +165,18 @@ def test_the_cache_may_have_any_strides():
     agree(given | {"causal": True})
 
 
-def test_a_cache_that_requires_grad_is_written():
-    given = problem("plain", "three")
-    given["k_cache"].requires_grad_()
-    given["q"].requires_grad_()
-    out = fa.flash_attn_with_kvcache(**given)
-    assert not out.requires_grad
+@pytest.mark.parametrize("name", ("q", "k_cache", "v_cache", "k", "v", "s_aux"))
+def test_a_gradient_is_not_dropped(name):
+    """A tensor that requires grad raises before anything is written, unless gradients are off."""
+    given = problem("plain", "three") | LOOKS["softcap_sinks"]
+    given[name] = given[name].clone().requires_grad_()
+    before = given["k_cache"].clone()
+    with pytest.raises(ValueError, match=f"{name}: got a tensor that requires grad.*no gradients"):
+        fa.flash_attn_with_kvcache(**given)
+    torch.testing.assert_close(given["k_cache"], before, rtol=0, atol=0, equal_nan=True)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert not fa.flash_attn_with_kvcache(**given).requires_grad
 
 
 @pytest.mark.parametrize("look", [{}, LOOKS["left_causal"], LOOKS["window"], dict(dropout_p=0.3)])

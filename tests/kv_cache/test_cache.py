@@ -63,7 +63,7 @@ class Model:
     def check(self, rows=2, **given):
         assert self.cache.lengths.tolist() == [len(x) for x in self.rows]
         q = torch.randn(len(self.rows), H, rows, D, generator=self.generator)
-        out, lse = self.cache.attention(q, return_lse=True, **given)
+        out, lse = self.cache.attention(q, return_lse=True, allow_empty_rows=True, **given)
         for b, mine in enumerate(self.rows):
             k = torch.stack([k for k, _ in mine]) if mine else torch.zeros(0, HK, D)
             v = torch.stack([v for _, v in mine]) if mine else torch.zeros(0, HK, DV)
@@ -289,7 +289,7 @@ def test_features_of_attention():
     model = Model(4)
     model.append([5, 17, 0])
     mask = torch.rand(B, 1, 2, 17) < 0.7
-    out = model.cache.attention(torch.zeros(B, H, 2, D), mask=mask)
+    out = model.cache.attention(torch.zeros(B, H, 2, D), mask=mask, allow_empty_rows=True)
     assert out.shape == (B, H, 2, DV)
     model.check(window=(3, 0), sinks=torch.ones(H), softcap=2.0)
     model.check(causal=False, alibi_slopes=torch.rand(H))

@@ -2,10 +2,12 @@
 
 import ast
 import inspect
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from fastattn import KVCache, Place
@@ -54,6 +56,7 @@ WRONG = [
     ),
     (lambda c: c.attention(x, key_lengths=c.lengths), TypeError, "key_lengths: got an arg"),
     (lambda c: c.attention(x, place=Place(row=1)), ValueError, "place: got .*, expected no row"),
+    (lambda c: c.attention(torch.zeros(B, H, 99, D)), ValueError, "q: got 99 rows of item 0 on"),
     (lambda c: c.attention(x, max_q=7), TypeError, "max_q: got 7 without cu_q, expected None"),
     (
         lambda c: c.attention(x[0].transpose(0, 1), cu_q=torch.tensor([0, 1])),
@@ -128,6 +131,68 @@ def crowded(page_size=4):
 def test_inputs_of_wrong_sizes_raise(call, error, message):
     with pytest.raises(error, match=message):
         call(Model(4).cache)
+
+
+@pytest.mark.parametrize("window", [None, (0, 0), (2, None), (None, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("causal", (False, True, "bottom_right"))
+@pytest.mark.parametrize("packed", (False, True), ids=["dense", "packed"])
+def test_rows_without_a_key_raise(packed, causal, window):
+    """Exactly those with an LSE of -inf, for any number of rows and keys."""
+    seen = set()
+    for keys, rows in itertools.product([(0, 0, 0), (1, 4, 0), (4, 2, 3)], (0, 1, 2, 3, 5, 9)):
+        model = Model(4)
+        model.append(keys)
+        given = dict(causal=causal, window=window)
+        q = torch.zeros(B, H, rows, D)
+        if packed:  # the last item has no row
+            q = q[:2].transpose(1, 2).flatten(0, 1)
+            given["cu_q"] = torch.tensor([0, rows, 2 * rows, 2 * rows])
+        for at_end in (False, True) if causal is not True else (False,):
+            given["place"] = Place(bottom_right=at_end)
+            _, lse = model.cache.attention(q, return_lse=True, allow_empty_rows=True, **given)
+            if is_empty := bool(lse.isinf().any()):
+                with pytest.raises(ValueError, match=f"q: got {rows} rows of item . on"):
+                    model.cache.attention(q, **given)
+            else:
+                model.cache.attention(q, **given)
+            seen.add(is_empty)
+    assert seen == {False, True}
+
+
+def test_offsets_on_a_gpu_are_not_read(monkeypatch):
+    """Only that no item has a key is known without them."""
+    monkeypatch.setattr(cache, "checks_values", lambda device: False)
+    model, given = Model(4), dict(cu_q=torch.tensor([0, 1, 2, 2]))
+    q = torch.zeros(2, H, D)
+    with pytest.raises(ValueError, match="q: got 2 rows of item 0"):
+        model.cache.attention(q, **given)
+    model.append([0, 3, 0])
+    assert (model.cache.attention(q, **given)[0] == 0).all()
+
+
+@pytest.mark.parametrize("storage", (None, torch.int8), ids=str)
+@pytest.mark.parametrize("latent", (False, True), ids=["keys and values", "latent"])
+def test_a_gradient_is_not_dropped(latent, storage):
+    """A derivative by what is appended raises, unless gradients are off."""
+    own = KVCache(B, HK, D, capacity=8, storage=storage, **(dict(latent=4) if latent else {}))
+    wrong = [x.requires_grad_() for x in torch.randn(2, B, HK, 2, D)]
+    wrong.append((wrong[0] * 2).transpose(-1, -2).contiguous().transpose(-1, -2))
+    plain = torch.randn(B, HK, 2, D)
+    calls = [lambda x: own.append(x) if latent else own.append(x, plain)]
+    calls += [] if latent else [lambda x: own.append(plain, x)]
+    for call, x in itertools.product(calls, wrong):
+        with pytest.raises(ValueError, match=r"(k|v): got a tensor that requires grad.*no_grad"):
+            call(x)
+        with forward_ad.dual_level():
+            with pytest.raises(ValueError, match=r"(k|v): got a tensor with a tangent"):
+                call(forward_ad.make_dual(plain, plain))
+            call(forward_ad.make_dual(plain, plain).detach())
+        assert own.lengths.tolist() == [2] * B
+        own.free()
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            calls[0](wrong[0])
+    assert not own.k_pages.requires_grad and own.lengths.tolist() == [4] * B
 
 
 @pytest.mark.parametrize("page_size", (4, None))

@@ -43,7 +43,7 @@ def test_the_gradient_of_q():
     """Keys and values are constants."""
     k, v = torch.randn(B, HK, 5, D), torch.randn(B, HK, 5, DV)
     cache = KVCache(B, HK, D, value_dim=DV, capacity=8, page_size=4)
-    cache.append(k.requires_grad_(), v)
+    cache.append(k, v)
     for rows in (1, 3):
         q = torch.randn(B, H, rows, D, requires_grad=True)
         grads = [

@@ -70,7 +70,7 @@ class Both:
         self.plain, self.latent = way(self.plain), way(self.latent)
 
     def compare(self):
-        q, given = self.rows(B, H, 2, D), dict(return_lse=True)
+        q, given = self.rows(B, H, 2, D), dict(return_lse=True, allow_empty_rows=True)
         caches = [(self.plain, self.latent), *self.forks]
         for plain, latent in caches:
             assert torch.equal(plain.lengths, latent.lengths)

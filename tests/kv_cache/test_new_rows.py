@@ -259,7 +259,8 @@ def test_what_is_left_to_torch(monkeypatch):
             cache.append(k, k)
             monkeypatch.undo()
             assert not direct
-            cache.append(k, torch.nn.Parameter(k))
+            with torch.no_grad():
+                cache.append(k, torch.nn.Parameter(k))
             assert direct
         with by_torch():
             expected = KVCache(1, 2, 32, capacity=90, storage=storage)

@@ -67,6 +67,21 @@ def test_a_cache_raises_for_wrong_sizes():
             encoder(x[:, :1], causal=True, cache=cache)
 
 
+@pytest.mark.parametrize("by", ("memory", "in_proj_weight", "in_proj_bias"))
+def test_a_memory_that_is_kept_has_no_gradient(by):
+    """The first call, without gradients, keeps its keys; one that would need theirs raises."""
+    attention, x = nn.CachedAttention(E, H), torch.randn(B, 1, E)
+    given = dict(attention.named_parameters()) | dict(memory=torch.randn(B, N, E))
+    attention.requires_grad_(False)
+    cache = nn.KeyValueCache()
+    with torch.no_grad():
+        expected = attention(x, given["memory"], cache=cache)
+    assert torch.equal(attention(x, given["memory"], cache=cache), expected)
+    given[by].requires_grad_()
+    with pytest.raises(ValueError, match=rf"{by}: got a tensor that requires grad.*no_grad\(\)"):
+        attention(x, given["memory"], cache=cache)
+
+
 def test_a_cache_of_another_stack_raises():
     deep, shallow = (nn.Encoder(nn.EncoderLayer(E, H, FF), n) for n in (3, 1))
     x = torch.randn(B, N, E)
