@@ -47,7 +47,7 @@ from .static_gpu import ledger_report
 
 Options = argparse.Namespace
 Races = Callable[[Sequence[str]], Iterable[varlen.Race]]  # those of these dtypes
-PAGES = [results.FOLDER / "README.md"]
+PAGES = sorted(results.FOLDER.glob("*.md"))
 
 
 def sweep(options: Options) -> int:

@@ -74,15 +74,18 @@ def describe(device: str) -> dict[str, Any]:
 
 def words(machine: dict[str, Any]) -> str:
     """The device in words. A CPU is named by its design and the width of its vector units, which
-    say more than a hypervisor's "AMD EPYC"; a CPU that chips.py lacks, by its model name."""
+    say more than a hypervisor's "AMD EPYC"; a CPU that chips.py lacks, by its model name. Where
+    that has no model, neither have the words: hypervisors that hide the name also give the
+    number of another chip."""
     if machine["device"] != "cpu":
         return machine["name"]
     cpu = machine["cpu"]
     found = chip(cpu["vendor"], cpu["family"], cpu["number"])
     if found is None:
         name = re.sub(r"\(R\)|\(TM\)|\bCPU\b|\bProcessor\b|@.*|\d+-Core", " ", machine["name"])
-        name = " ".join(name.split()) or "unknown CPU"
-        return name if re.search(r"\d", name) else f"{name} {cpu['family']} {cpu['number']}"
+        name = " ".join(name.split()) or "CPU"
+        tiles = " with AMX" if cpu["amx"] else ""
+        return name if re.search(r"\d", name) else f"{name}{tiles}, model hidden"
     amx = ", AMX" if cpu["amx"] else ""
     return f"{found.maker} {found.name}, {found.vector_bits}-bit units{amx}"
 

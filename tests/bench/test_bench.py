@@ -232,7 +232,7 @@ def test_every_peer_has_a_title():
         ("AuthenticAMD", "25", "1", "AMD EPYC 7763 64-Core Processor", "amd-zen-3-256-bit-units"),
         ("GenuineIntel", "6", "85", "Intel(R) Xeon(R)", "intel-skylake-512-bit-units"),
         ("GenuineIntel", "6", "0", "Intel(R) Core(TM) i7-920 CPU @ 2.67GHz", "intel-core-i7-920"),
-        ("GenuineIntel", "6", "1", "Intel(R) Xeon(R) Processor", "intel-xeon-6-1"),
+        ("GenuineIntel", "6", "1", "Intel(R) Xeon(R) Processor", "intel-xeon-model-hidden"),
         ("", "", "", "Neoverse-N1", "neoverse-n1"),
     ],
 )
@@ -247,6 +247,13 @@ def test_the_name_of_a_machine_includes_its_tiles():
     described = {"device": "cpu", "name": "Intel(R) Xeon(R)", "cpu": cpu}
     assert machine.words(described) == "Intel Emerald Rapids, 512-bit units, AMX"
     assert machine.slug(described) == "intel-emerald-rapids-512-bit-units-amx"
+
+
+def test_a_machine_that_hides_its_model_has_no_number():
+    """Such a machine gives the number of another chip, here that of one without tiles."""
+    cpu = {"vendor": "GenuineIntel", "family": "6", "number": "167", "amx": True}
+    described = {"device": "cpu", "name": "Intel(R) Xeon(R) Processor", "cpu": cpu}
+    assert machine.words(described) == "Intel Xeon with AMX, model hidden"
 
 
 def test_no_command_has_the_name_of_a_module():

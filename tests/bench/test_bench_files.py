@@ -13,7 +13,6 @@ from bench.__main__ import main
 from bench.benchmarks import (
     peak_memory,
 )
-from bench.cases import BOTH
 from bench.masks import MASKS
 from bench.measure import machine
 from bench.peers.registry import BASELINE, SUBJECT
@@ -108,24 +107,39 @@ def test_plot_draws_every_picture(files):
         assert picture.read_bytes().startswith(b"\x89PNG"), suffix
 
 
-def test_the_picture_of_the_readme_has_a_bar_for_each_feature_and_dtype():
+def test_the_picture_of_the_readme_has_a_mark_for_each_machine_and_a_bar_for_each_engine():
     pytest.importorskip("matplotlib")
     (path,) = results.FOLDER.glob("amd-zen-4-256-bit-units.json")
-    kept = results.read(path)
-    speed, extra = plot_readme.draw([kept], new_figure).axes
-    assert len(speed.patches) == len(plot_readme.NAMES) * len(BOTH) and len(extra.patches) == 2
-    widths = sorted(bar.get_width() for bar in speed.patches)
-    said = [text.get_text() for text in speed.texts]
-    assert f"{widths[-1]:.1f}×" in said and f"{widths[0]:.1f}×" in said and "torch = 1" in said
-    (alone,) = plot_readme.draw([kept | {"memory": []}], new_figure).axes
-    assert len(alone.patches) == len(speed.patches)
+    (beside,) = results.FOLDER.glob("*-engines.json")
+    kept, engines = results.read(path), results.read(beside)
+    training, inference = plot_readme.draw([kept, engines], new_figure).axes
+    marks = {line.get_label(): sorted(line.get_xdata()) for line in training.lines}
+    values = marks["AMD Zen 4"]
+    assert len(values) == len(plot_readme.NAMES)
+    shown = [text.get_text() for text in training.texts]
+    assert f"{values[0]:.1f}×" in shown and f"{values[-1]:.1f}×" in shown
+    assert len(inference.patches) == len(plot_readme.INFERENCE)
+    assert inference.get_xlabel() == "Intel Emerald Rapids"
     rest = kept | {"cells": [c for c in kept["cells"] if c["mask"] != "window"]}
-    assert plot_readme.draw([rest], new_figure) is None
+    assert plot_readme.draw([rest, engines], new_figure) is None
+    assert plot_readme.draw([kept], new_figure) is None
     older = kept["machine"]["cpu"] | {"number": "33"}
     other = kept | {"machine": kept["machine"] | {"cpu": older}}
-    *each, extra = plot_readme.draw([rest, kept, other], new_figure).axes
-    titles = [axis.get_title(loc="left") for axis in each]
-    assert titles == ["AMD Zen 4, 256-bit units", "AMD Zen 3, 256-bit units"]
+    (legend,) = plot_readme.draw([rest, kept, other, engines], new_figure).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["AMD Zen 4", "AMD Zen 3"]
+
+
+@pytest.mark.parametrize("width", [400, 900])
+def test_the_picture_of_the_readme_reads_at(width):
+    """Its letters are at least 8 pixels high, and none is past its edge."""
+    pytest.importorskip("matplotlib")
+    figure = plot_readme.draw([*map(results.read, results.FOLDER.glob("*.json"))], new_figure)
+    figure.draw_without_rendering()
+    scale = width / (figure.get_figwidth() * figure.dpi)
+    for text in figure.findobj(lambda x: hasattr(x, "get_text") and x.get_text()):
+        box = text.get_window_extent()
+        assert text.get_fontsize() * figure.dpi / 72 * scale >= 8, text
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width, text
 
 
 def test_a_report_is_written_between_markers(files, tmp_path, sweep):
