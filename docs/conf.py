@@ -18,9 +18,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "contents",
     "docstrings",
-    "drawings",
-    "gallery",
     "repository",
 ]
 
@@ -29,7 +28,7 @@ nb_execution_mode = "off"  # the notebook is kept with its outputs; a test runs 
 nb_merge_streams = True
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the sections Args and Shape say more
+autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

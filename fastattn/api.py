@@ -88,15 +88,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_arguments(function: Function) -> Function:
-    """Give `function` a signature that lists each of `Arguments`, for help() and editors."""
+    """Give `function` a signature that lists each of `Arguments`, for help() and editors, before
+    its own keywords."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own_keywords = [p for p in own if p.kind is p.KEYWORD_ONLY]
     hints = {name: hint.__forward_arg__ for name, hint in Arguments.__annotations__.items()}
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         for (name, hint), default in zip(hints.items(), DEFAULTS.values())
     ]
-    function.__signature__ = signature.replace(parameters=own + shared)  # ty: ignore
+    function.__signature__ = signature.replace(  # ty: ignore
+        parameters=own[: len(own) - len(own_keywords)] + shared + own_keywords
+    )
     return function
 
 
@@ -164,13 +168,6 @@ def attention(
         q: Queries.
         k: Keys.
         v: Values.
-        qv: More queries, of the values: scores are then q k^T + qv v^T (FlashAttention-3). For keys
-            in two parts, of which one is the value: latent attention. The default scale is then
-            1 / sqrt(D + Dv). If k and v are adjacent columns in memory, as in a latent cache, they
-            are read in place; else the call copies them side by side. Head dims count D + Dv for q
-            and k.
-        return_lse: If True, also return the natural logarithm of the softmax denominator, sinks
-            included. A loss on it has a gradient too.
         mask: Either bool (True = may attend), or float, which is added to the scores. It is read in
             place. Rows that are all False or -inf are empty. The gradient of a float mask has the
             mask's shape: it is summed over broadcast dimensions.
@@ -211,17 +208,24 @@ def attention(
             bits.
         backend: Run on this backend, or raise. None takes the first backend that can run the call.
             See `fastattn.explain`.
+        qv: More queries, of the values: scores are then q k^T + qv v^T (FlashAttention-3). For keys
+            in two parts, of which one is the value: latent attention. The default scale is then
+            1 / sqrt(D + Dv). If k and v are adjacent columns in memory, as in a latent cache, they
+            are read in place; else the call copies them side by side. Head dims count D + Dv for q
+            and k.
+        return_lse: If True, also return the natural logarithm of the softmax denominator, sinks
+            included. A loss on it has a gradient too.
 
     Shape:
         q: (B, H, M, D), float32, float64, bfloat16 or float16, of any strides.
         k: (B, Hk, N, D), same dtype and device. Hk divides H. Any size may be 0.
         v: (B, Hk, N, Dv), same dtype and device.
-        qv: (B, H, M, Dv), same dtype and device.
         mask: Broadcasts to (B, H, M, N); bool, q's dtype or float32.
         key_lengths: (B,), int32 or int64.
         alibi_slopes: (H,) or (B, H).
         sinks: (H,). The gradient is (H,).
         seed: An int, or one int64 element on q's device.
+        qv: (B, H, M, Dv), same dtype and device.
         out: (B, H, M, Dv), q's dtype.
         lse: (B, H, M), float32 (float64 for float64).
 

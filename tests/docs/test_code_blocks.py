@@ -29,12 +29,11 @@ pytestmark = pytest.mark.skipif(not PAGES, reason="no docs: not a checkout")
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str, str]]:
-    """Each code block: its first line, language and text. Directives, in braces, have none."""
+    """Each code block: its first line, language and text."""
     text = page.read_text("utf-8")
     for found in BLOCK.finditer(text):
         _, _, language, code = found.groups()
-        if not language.startswith("{"):
-            yield text.count("\n", 0, found.start(4)), language, code
+        yield text.count("\n", 0, found.start(4)), language, code
 
 
 def name(page: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import threading
@@ -26,6 +27,8 @@ SITE = ROOT / "build" / "docs"
 SCREENSHOTS = ROOT / "build" / "docs-screenshots"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 PHONE = 390, 844  # pixels of CSS
+SVG = runpy.run_path(str(ROOT / "docs" / "svg.py")) if (ROOT / "docs").exists() else {}
+WIDTH, LETTERS = SVG.get("WIDTH"), [*map(float, re.findall(r"([\d.]+)px", SVG.get("STYLE", "")))]
 SHOWN = ("index.html", "guides/masks.html", "how/tiles.html", "reference/attention.html")
 # A window of Chromium is at least 500 wide: the page is in a frame as wide as a phone.
 FRAME = """<!doctype html><body style="margin:0"><iframe src="/{page}"
@@ -33,15 +36,15 @@ style="border:0;width:{width}px;height:{height}px" onload="measure(this)"></ifra
 <pre></pre><script>
 function measure(frame) {{
   const page = frame.contentDocument, view = frame.contentWindow;
-  const words = [...page.querySelectorAll("svg text")];
+  const drawings = [...page.querySelectorAll("article img")].filter(x => x.src.endsWith(".svg"));
   const found = {{
     width: page.documentElement.scrollWidth,
     background: view.getComputedStyle(page.body).backgroundColor,
     text: view.getComputedStyle(page.querySelector("article p")).color,
     unloaded: [...page.images].filter(x => x.loading != "lazy" && !x.naturalWidth).length,
-    smallest: Math.min(99, ...words.map(x => x.getBoundingClientRect().height)),
-    drawings: page.querySelectorAll("figure.drawing svg").length,
-    pictures: page.querySelectorAll("article img").length,
+    smallest: Math.min(99, ...drawings.map(x => x.clientWidth / {drawn} * {letters})),
+    drawings: drawings.length,
+    pictures: page.querySelectorAll("article img").length - drawings.length,
     hidden: Math.max(0, ...[...page.querySelectorAll(".table-wrapper")].map(
       x => x.scrollWidth - x.clientWidth)),
   }};
@@ -103,6 +106,13 @@ def test_every_link_leads_somewhere():
     assert not broken
 
 
+def test_a_signature_begins_with_the_mask_and_has_types():
+    page = (SITE / "reference" / "attention.html").read_text("utf-8")
+    shown = unescape(re.sub(r"<[^>]+>", "", page[page.index('id="fastattn.attention"') :]))
+    first = re.split(r",\s+", shown.partition("(")[2])[3:6]
+    assert first[:2] == ["*", "mask: Tensor | None = None"] and first[2].startswith("causal: bool")
+
+
 class Handler(SimpleHTTPRequestHandler):
     """The site, and for `/frame/PAGE` a page that holds it in a frame as wide as a phone."""
 
@@ -110,7 +120,8 @@ class Handler(SimpleHTTPRequestHandler):
         if not self.path.startswith("/frame/"):
             return super().do_GET()
         page = self.path.removeprefix("/frame/")
-        text = FRAME.format(page=page, width=PHONE[0], height=PHONE[1]).encode()
+        sizes = dict(width=PHONE[0], height=PHONE[1], drawn=WIDTH, letters=min(LETTERS))
+        text = FRAME.format(page=page, **sizes).encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.end_headers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 from types import ModuleType
 
@@ -30,6 +31,21 @@ def public() -> set[str]:
     return names | {"reference.attention"}
 
 
+CALLS = [
+    *(fastattn.attention, fastattn.attention_packed, fastattn.attention_weights),
+    *(fastattn.attention_jvp, distributed.attention, distributed.attention_packed),
+    distributed.explain,
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.__module__}.{call.__name__}")
+def test_keywords_begin_with_the_mask(call):
+    """In help() and editors, too; a call's own keywords follow the shared ones."""
+    parameters = inspect.signature(call).parameters.values()
+    keywords = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
+    assert keywords[:2] == ["mask", "causal"]
+
+
 def test_every_public_name_is_there_once():
     extension = runpy.run_path(str(ROOT / "docs" / "extensions" / "docstrings.py"))
-    assert sorted(extension["ENTRIES"]) == sorted(public())
+    assert sorted(extension["FILES"]) == sorted(public())

@@ -1,7 +1,4 @@
-"""The drawings of the pages. What they show is computed: by the package, or as its kernels do it.
-
-Each function draws one; its docstring is the caption.
-"""
+"""The drawings of the pages. What they show is computed, by the package or as its kernels do it."""
 
 import math
 
@@ -12,10 +9,7 @@ import fastattn
 
 
 def tiles():
-    """The M x N scores of a causal call in tiles of 4 rows and blocks of 4 keys, for one head.
-    A task has one tile of rows and goes through its blocks from left to right. Blocks that all rows
-    see need no test; a test decides at the edge; hidden blocks are never loaded. One block of
-    scores exists at a time."""
+    """The scores of a causal call in tiles of 4 rows and blocks of 4 keys."""
     cell, rows, at = 40, 6, 3
     picture = Drawing()
     left, top = 64, 34
@@ -44,9 +38,7 @@ SCORES = (1.2, 0.3, 2.1, -0.4, 0.9, 3.4, 1.1, 2.6, 0.2, 1.8, -0.8, 2.9)
 
 
 def online_softmax(scores=SCORES, block=4):
-    """One row of twelve scores in three blocks, as the kernels go through it: m is the largest
-    score until then, l the sum of exp(s - m). When m grows, what was summed before is multiplied by
-    exp(old m - new m). The bars are the scores; the dashed line is m."""
+    """One row of scores in blocks, as the kernels go through it. The bars are scores."""
     picture, m, total = Drawing(), -math.inf, 0.0
     width = (WIDTH - 12) / 3
     base, unit = 118, 26
@@ -83,8 +75,7 @@ def _grid(picture, x, y, title, seen, cell=13.0):
 
 
 def masks():
-    """Which of eight keys (columns) each of six rows sees: filled where the weight of
-    `fastattn.attention_weights` is above 0."""
+    """Which of eight keys (columns) each of six rows sees, by `fastattn.attention_weights`."""
     q, k = torch.zeros(1, 1, 6, 4), torch.zeros(1, 1, 8, 4)
     lengths = torch.tensor([5])
     calls = [
@@ -117,8 +108,7 @@ STAGES = (
 
 
 def stages():
-    """The stages of a score, in the order in which every backend applies them. A stage costs
-    nothing if its argument is not given."""
+    """The stages of a score, in the order in which every backend applies them."""
     picture = Drawing()
     for n, (name, words) in enumerate(STAGES):
         y = 4 + n * 44
@@ -132,8 +122,7 @@ def stages():
 
 
 def padding(lengths=(7, 3, 5, 2)):
-    """Four sequences as a padded batch and as a packed one. Packed, each token is stored and
-    computed once, and cu_seqlens says where sequences begin."""
+    """Sequences as a padded batch and as a packed one."""
     picture, cell, widest = Drawing(), 17, max(lengths)
     picture.text(6, 14, f"padded: {len(lengths)} x {widest} = {len(lengths) * widest} tokens")
     kinds = ("whole", "edge", "third", "fourth")
@@ -156,8 +145,7 @@ def padding(lengths=(7, 3, 5, 2)):
 
 
 def pages():
-    """A fork of a cache shares the pages of its source (blue). Its first token would go into a page
-    that both use, so the fork gets a copy of this one page. Grey places are free."""
+    """The pages of a cache and of its fork, by their block tables."""
     cache = fastattn.KVCache(1, 1, 4, capacity=20, page_size=4, dtype=torch.float32)
     cache.append(*torch.zeros(2, 1, 1, 10, 4))
     fork = cache.fork()
@@ -179,8 +167,7 @@ def pages():
 
 
 def decoding(parts=4):
-    """One row of queries on many keys. The keys are divided among tasks; each returns its output
-    and its log-sum-exp, and the merge weighs the outputs by their share of the whole sum."""
+    """One row of queries on many keys, divided among tasks."""
     picture = Drawing()
     width = (WIDTH - 12) / parts
     picture.text(6, 14, "one row of q, and all keys")
@@ -195,8 +182,7 @@ def decoding(parts=4):
 
 
 def proof():
-    """Where each form of a GPU kernel runs on a machine without a GPU. Only the last box needs one:
-    it has what ptxas makes, the driver, and time."""
+    """Where each form of a GPU kernel runs on a machine without a GPU."""
     picture = Drawing()
     for n, (source, runs) in enumerate((("Triton", "interpreter"), ("CUDA C++", "emulator"))):
         x = 4 + n * 178
@@ -209,7 +195,7 @@ def proof():
     steps = [
         (["PTX runs on an emulator: races, bounds,", "alignment, order of barriers"], "box"),
         (["machine code is counted: registers, spills,", "instructions of each loop"], "box"),
-        (["a GPU runs it: make gpu, one hour"], "hidden"),
+        (["a GPU runs it: make gpu"], "hidden"),
     ]
     for n, (lines, kind) in enumerate(steps):
         picture.box(4, 126 + n * 70, WIDTH - 10, 48, lines, kind)

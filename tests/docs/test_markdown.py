@@ -1,0 +1,51 @@
+"""The pages are plain Markdown, which a hub shows without Sphinx: they have no directives, each is
+listed, and what is made of the sources is current."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import pytest
+
+from tests.support.checkout import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+LISTS = DOCS / "index.md", DOCS / "reference" / "index.md"
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="no docs: not a checkout")
+
+
+def test_no_page_has_a_directive():
+    """A hub shows one as a block of code."""
+    found = [str(page.relative_to(DOCS)) for page in PAGES if "```{" in page.read_text("utf-8")]
+    assert found == []
+
+
+def test_every_page_is_listed():
+    """In a list of links: the table of contents is made of those."""
+    files = runpy.run_path(str(DOCS / "extensions" / "repository.py"))["files"]()
+    listed = set(LISTS[:1])
+    for page in LISTS:
+        items = re.findall(r"^- \[[^\]]*\]\(([^)#]+)\)", page.read_text("utf-8"), re.M)
+        listed |= {(page.parent / item).resolve() for item in items}
+    assert {files.get(page, page) for page in PAGES} | set(DOCS.glob("notebooks/*.ipynb")) == listed
+
+
+def test_pages_made_of_sources_are_current():
+    """`python docs/update.py pages` writes them."""
+    made = runpy.run_path(str(DOCS / "update.py"))["pages"]()
+    kept = {path: path.read_text("utf-8") if path.exists() else "" for path in made}
+    assert [str(path.relative_to(DOCS)) for path, text in made.items() if text != kept[path]] == []
+    assert set(DOCS.glob("drawings/*")) <= made.keys()
+
+
+def test_a_name_of_the_reference_links_to_the_file_that_defines_it():
+    files = runpy.run_path(str(DOCS / "extensions" / "docstrings.py"))["FILES"]
+    wrong = {
+        name: file
+        for name, file in files.items()
+        if not re.search(rf"^(?:def|class) {name.split('.')[-1]}\b", file.read_text("utf-8"), re.M)
+    }
+    assert wrong == {}
