@@ -1,7 +1,7 @@
 # make bench     verify fused attention, then time it against torch: on the GPU when torch sees one,
 #                else on the CPU. FULL=1: the long sweep. SAVE=1: write bench/results/<device>.json
-# make check     for every change: in two minutes, something of every part that needs no building
-# make test      in ten minutes after set-up, something of every promise: on this machine, then
+# make check     for every change: something of every part that needs no building
+# make test      something of every promise: on this machine, then
 #                Triton's kernels in its interpreter.  make test-rest  what it leaves out
 # make test-all  all tests, but of compiled GPU kernels a part. tests/README.md says what each runs
 # make test-torch   test a wheel with several versions of torch, each in an environment of its own:

@@ -1,16 +1,24 @@
-"""The documentation matches the code: arguments, environment variables, files, the example."""
+"""The documentation matches the code and the measurements: arguments, ratios, environment
+variables, files, the example; and it states the time of a command once."""
 
 import inspect
+import itertools
 import re
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import fastattn
+from bench.cpu_engines.report import nearest
+from bench.plots import plot_readme
+from bench.reporting import results
 from tests.support.checkout import ROOT
 
 README, CONTRIBUTING = ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"
 DEBUGGING = CONTRIBUTING.with_name("DEBUGGING.md")
+ARGUMENTS = ROOT / "docs" / "reference" / "arguments.md"
 PAGES = [
     README,
     CONTRIBUTING,
@@ -18,6 +26,7 @@ PAGES = [
     *sorted(ROOT.glob("[!.b]*/README.md")),
     *ROOT.glob("bench/**/*.md"),
     *ROOT.glob("fastattn/**/*.md"),
+    *ROOT.glob("docs/**/*.md"),
     ROOT / "DESIGN.md",
 ]
 VARIABLE = re.compile(
@@ -31,7 +40,7 @@ pytestmark = pytest.mark.skipif(not README.exists(), reason="no README.md: not a
 
 def rows(page: Path, heading: str) -> list[list[str]]:
     """The cells of the table below a heading, without its header row."""
-    section = re.split(r"^## ", page.read_text().split(f"## {heading}\n")[1], flags=re.M)[0]
+    section = re.split(r"^## ", page.read_text().split(f"# {heading}\n")[1], flags=re.M)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -50,8 +59,130 @@ def test_the_example_runs():
 def test_every_argument_has_its_row():
     parameters = inspect.signature(fastattn.attention).parameters.values()
     has = {(f"`{x.name}`", f"`{x.default}`") for x in parameters if x.kind == x.KEYWORD_ONLY}
-    documented = [tuple(row[:2]) for row in rows(README, "The arguments of `attention`")]
+    documented = [tuple(row[:2]) for row in rows(ARGUMENTS, "The arguments of `attention`")]
     assert set(documented) == has and len(documented) == len(has)
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict]:
+    return [results.read(path) for path in sorted(results.FOLDER.glob("*.json"))]
+
+
+def training(measured: list[dict], mask: str) -> list[float]:
+    """The ratio to torch on each machine of a sweep."""
+    return [found[mask] for x in measured if (found := plot_readme.speedups(x))]
+
+
+def engine(measured: list[dict], row: str) -> list[float]:
+    """The ratio to the nearest engine."""
+    found = [x for result in measured for x in result.get("engines", ()) if x["row"] == row]
+    return [near[1] for x in found if (near := nearest(x))]
+
+
+def race(measured: list[dict], section: str, what: str) -> list[float]:
+    found = [x for result in measured for x in result.get(section, ()) if x["what"] == what]
+    return [x["ratio"]["median"] for x in found if x["dtype"] == "float32"]
+
+
+def plain_beside_torch(measured: list[dict]) -> list[float]:
+    found = [
+        x for x in measured if x["kind"] == "engines" and x["machine"]["mkl"]["path"] == "AVX-512"
+    ]
+    rows = [x for result in found for x in result["engines"]]
+    rows = [x for x in rows if re.match("prefill float32 full B1 ", x["row"])]
+    return [x["peers"]["torch"]["ratio"]["median"] for x in rows]
+
+
+def beside_cudnn(measured: list[dict]) -> list[float]:
+    """Of the faster of our backends."""
+    ratios = []
+    for cell in (x for result in measured for x in result["cells"]):
+        ms = {k: v["median_ms"] for x in cell["timings"] for k, v in x["peers"].items()}
+        if "torch-cudnn" in ms:
+            ratios.append(ms["torch-cudnn"] / min(ms["fastattn-cuda"], ms["fastattn-triton"]))
+    return ratios
+
+
+def megabytes(measured: list[dict], peer: str) -> list[float]:
+    """What a call takes beyond its tensors, with dropout on 4,096 tokens."""
+    found = [x for result in measured for x in result["memory"] if x["mask"] == "dropout"]
+    return [x["extra_bytes"] / 1e6 for x in found if (x["N"], x["peer"]) == (4096, peer)]
+
+
+def span(values: list[float], digits: int) -> str:
+    return " to ".join(dict.fromkeys(f"{x:.{digits}f}" for x in (min(values), max(values))))
+
+
+RATIOS = {  # of each row of the table, by its first words
+    "training, float32, a window of 256": (training, "window"),
+    "training, float32, dropout": (training, "dropout"),
+    "training, float32, causal": (training, "causal"),
+    "training, float32, nothing": (training, "full"),
+    "eight causal prompts": (engine, "packed float32 causal B8 H8 N128-1024 D64"),
+    "one new token on 4,096": (engine, "decode bfloat16 B1 H32:8 N4096 D128"),
+    "one new token on 8,192": (engine, "decode bfloat16 int8 B1 H32:8 N8192 D128"),
+    "a mask of documents": (race, "flex", "torch with a dense mask over documents, causal"),
+    "a Hessian-vector product": (
+        *(race, "derivatives"),
+        "torch's math path over Hessian-vector product, N = 8192",
+    ),
+    "parity: plain float32": (plain_beside_torch,),
+    "slower: bfloat16 on an H100": (beside_cudnn,),
+}
+
+
+def test_every_ratio_of_the_readme_is_measured(measured):
+    found = {name: function(measured, *args) for name, (function, *args) in RATIOS.items()}
+    ours, torchs = (span(megabytes(measured, peer), 0) for peer in ("fastattn", "torch"))
+    for words, _, number in rows(README, "Where it wins, and where it does not"):
+        shown = re.sub(r"\[|\]\(.*", "", number)
+        if words.startswith("memory"):
+            assert shown == f"{ours} MB, not {torchs}"
+        else:
+            (name,) = (x for x in found if words.startswith(x))
+            digits = len(shown.rpartition(".")[2])
+            assert shown == span(found.pop(name), digits), words
+    assert not found
+
+
+COUNT = (
+    r"(?:\d+|an?|half an?|one|two|three|four|five|six|seven|eight|nine|ten|twelve|fifteen|twenty)"
+)
+TIME = re.compile(rf"\b{COUNT}(?: to {COUNT})? (?:minutes?|hours?)\b")
+COMMAND = re.compile(r"\bmake ([a-z][a-z-]*)")
+
+
+def stated_times(text: str) -> Iterator[str]:
+    """The targets of make in each sentence, line of code or row of a table that has a time."""
+    blocks = re.split(r"\n(?=\n|\||make |# make |- )", re.sub(r"\n#? {2,}", " ", text))
+    for part in itertools.chain.from_iterable(re.split(r"(?<=\.) ", x) for x in blocks):
+        if TIME.search(" ".join(part.split())):
+            yield from COMMAND.findall(part)
+
+
+def test_the_time_of_a_command_is_stated_once():
+    """So that no two places differ."""
+    places = defaultdict(list)
+    for page in [ROOT / "Makefile", *PAGES]:
+        for target in set(stated_times(page.read_text())):
+            places[target].append(str(page.relative_to(ROOT)))
+    assert {"bench", "test", "check"} <= places.keys()
+    assert {target: where for target, where in places.items() if len(where) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    "text, targets",
+    [
+        ("`make bench` takes four minutes.\nIt is quick. `make test` is not.", ["bench"]),
+        ("| `make test` | all of it | ten to\n", []),
+        ("| `make test` | all of it | 10 minutes |\n| `make gpu` | there |", ["test"]),
+        ("make bench   # in two minutes\nmake test    # an hour", ["bench", "test"]),
+        ("# make check  for every\n#      change: in two minutes\n# make test  more", ["check"]),
+    ],
+    ids=["sentence", "no number", "row", "code", "comment"],
+)
+def test_a_stated_time_is_noticed(text, targets):
+    assert sorted(stated_times(text)) == targets
 
 
 def test_every_environment_variable_has_its_row():
@@ -72,7 +203,9 @@ def test_every_link_has_a_target(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_link_with_the_name_of_a_file_leads_to_it(page):
-    for text, link in re.findall(r"\[`?([\w./-]+[.]\w+)`?\]\(([^)#:]+)", page.read_text()):
+    for text, link in re.findall(
+        r"\[`?([\w./-]+[.](?:md|py|txt|json))`?\]\(([^)#:]+)", page.read_text()
+    ):
         assert Path(text).name == Path(link).name, text
 
 
