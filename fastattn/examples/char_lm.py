@@ -3,15 +3,15 @@
 Two models with one initial state train on the same batches, one with torch's attention and one with
 `fastattn.nn.from_torch`'s. Their losses differ only by rounding. A third model measures how much
 that is: torch's attention on the same batches with the rows in another order. Characters per second
-and peak memory are compared without and with dropout of attention weights, for which torch has no
-fused kernel on a CPU. At the end the model writes text with a key-value cache.
+of one thread and peak memory are compared without and with dropout of attention weights, for which
+torch has no fused kernel on a CPU. At the end the model writes text with a key-value cache.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sysconfig
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import nn
-from .common import Claims, new_figure, parse, parser, progress, save
+from .common import Claims, least_seconds, new_figure, parse, parser, progress, save
 from .memory import extra_bytes
 
 CHARACTERS = 128  # ASCII; a character is its own number
@@ -31,7 +31,7 @@ STEPS, RATE = 600, 4e-3
 TORCH, FUSED, REORDERED = "torch", "fused", "torch, rows reordered"
 COMPARED = ((TORCH, 0.0), (FUSED, 0.0), (TORCH, 0.1), (FUSED, 0.1))  # and the rate of dropout
 SIZES = ((BATCH, CONTEXT), (1, 1024))  # both are 1,024 characters a step
-TIMED_STEPS = 6
+TIMED_STEPS = 8
 PROMPT = "def read(self, "
 
 Rows = dict[tuple[str, float, int], tuple[float, float]]  # (name, dropout, context): see compare
@@ -112,22 +112,13 @@ class Trainer:
         return F.cross_entropy(logits.detach().double(), following).item()
 
 
-def side_by_side(
-    trainers: Sequence[Trainer], data: list[Tensor], what: str
-) -> tuple[list[list[float]], list[float]]:
-    """Each trainer's losses and median of characters per second. The trainers take turns on every
-    batch, so that other work of the machine slows all of them equally."""
+def side_by_side(trainers: Sequence[Trainer], data: list[Tensor], what: str) -> list[list[float]]:
+    """Each trainer's losses, on the same batches."""
     losses: list[list[float]] = [[] for _ in trainers]
-    seconds: list[list[float]] = [[] for _ in trainers]
-    order = list(range(len(trainers)))
     for batch in progress(data, what):
-        for i in order:
-            start = time.perf_counter()
-            losses[i].append(trainers[i].step(batch))
-            seconds[i].append(time.perf_counter() - start)
-        order.reverse()
-    characters = data[0][:, 1:].numel()
-    return losses, [characters / statistics.median(each) for each in seconds]
+        for trainer, curve in zip(trainers, losses):
+            curve.append(trainer.step(batch))
+    return losses
 
 
 def one_step(name: str, dropout: float, batch: int, context: int) -> Callable[[], Any]:
@@ -137,16 +128,25 @@ def one_step(name: str, dropout: float, batch: int, context: int) -> Callable[[]
     return lambda: trainer.step(data)
 
 
+def in_order(seconds: dict[tuple[str, float], float]) -> bool:
+    """Whether dropout makes no step faster, and a step with it is faster fused than torch's."""
+    cost = all(seconds[name, 0.0] <= seconds[name, 0.1] for name in (TORCH, FUSED))
+    return cost and seconds[FUSED, 0.1] <= seconds[TORCH, 0.1]
+
+
 def compare(text: Tensor) -> Rows:
     """Characters per second, and a step's peak memory in MB, without the model and torch itself."""
     rows = {}
     for size in SIZES:
-        trainers = [Trainer(name, dropout, size[1]) for name, dropout in COMPARED]
+        steps = {}
+        for name, dropout in COMPARED:
+            trainer, data = Trainer(name, dropout, size[1]), batches(text, TIMED_STEPS, *size)
+            steps[name, dropout] = map(trainer.step, itertools.cycle(data)).__next__
         what = f"comparing at {size[1]} characters"
-        _, rates = side_by_side(trainers, batches(text, TIMED_STEPS, *size), what)
-        for (name, dropout), rate in zip(COMPARED, rates):
+        seconds = least_seconds(steps, TIMED_STEPS, in_order, what)
+        for (name, dropout), least in seconds.items():
             taken = extra_bytes(one_step, (name, dropout, *size), (name, dropout, 1, 16))
-            rows[name, dropout, size[1]] = (rate, taken / 1e6)
+            rows[name, dropout, size[1]] = (size[0] * size[1] / least, taken / 1e6)
     return rows
 
 
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = trainers[1].model
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{len(text):,} characters, {size:,} parameters, {STEPS} steps of {BATCH} x {CONTEXT}")
-    curves, _ = side_by_side(trainers, batches(text, STEPS), "training")
+    curves = side_by_side(trainers, batches(text, STEPS), "training")
     losses = {trainer.name: curve for trainer, curve in zip(trainers, curves)}
     rows = compare(text)
     print_rows(rows)
@@ -233,6 +233,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"one loss curve: {ours:.1e} nats from torch's, which parts from itself by {own:.1e}",
         ours <= 3 * max(own, torch.finfo(torch.float32).eps),
     )
+    for _, context in SIZES:
+        rates = {(name, p): rows[name, p, context][0] for name, p in COMPARED}
+        shown = ", ".join(
+            f"{name}, dropout {p:g}: {rate:,.0f}" for (name, p), rate in rates.items()
+        )
+        claims.prove(
+            f"dropout costs time, and less when fused; characters a second at {context:,} are\n"
+            f"        {shown}",
+            in_order({kind: 1 / rate for kind, rate in rates.items()}),
+        )
     with torch.no_grad():
         apart = (model(written[:, :-1]) - cached).abs().max().item()
     claims.prove(f"logits from the cache are those of a full pass, to {apart:.1e}", apart < 1e-4)

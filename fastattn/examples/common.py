@@ -1,12 +1,15 @@
-"""What the examples share: options, a progress bar, claims that are checked, pictures."""
+"""What the examples share: options, a progress bar, times, claims that are checked, pictures."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence, Sized
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -77,6 +80,36 @@ def _lines(items: Any, what: str) -> Iterator[Any]:
         yield item
         if i in tenths:
             print(f"{what}: {i}/{total}", file=sys.stderr, flush=True)
+
+
+ATTEMPTS = 4  # of times that contradict what is expected
+
+
+def least_seconds(
+    calls: Mapping[T, Callable[[], Any]],
+    rounds: int,
+    expected: Callable[[dict[T, float]], bool],
+    what: str,
+) -> dict[T, float]:
+    """The CPU seconds of each call on one thread: the least of some rounds, which other work of
+    the machine disturbs least. Every round makes every call, in the order of the last one reversed.
+    While the times are not as expected, there are more rounds, ATTEMPTS times as many at most."""
+    threads, least = torch.get_num_threads(), dict.fromkeys(calls, float("inf"))
+    order = list(calls)
+    torch.set_num_threads(1)
+    try:
+        for _ in range(ATTEMPTS):
+            for _ in progress(range(rounds), what):
+                for name in order:
+                    start = time.thread_time()
+                    calls[name]()
+                    least[name] = min(least[name], time.thread_time() - start)
+                order.reverse()
+            if expected(least):
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return least
 
 
 def new_figure(width: float, height: float) -> Any:

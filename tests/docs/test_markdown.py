@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 
 import pytest
 
@@ -39,6 +40,17 @@ def test_pages_made_of_sources_are_current():
     kept = {path: path.read_text("utf-8") if path.exists() else "" for path in made}
     assert [str(path.relative_to(DOCS)) for path, text in made.items() if text != kept[path]] == []
     assert set(DOCS.glob("drawings/*")) <= made.keys()
+
+
+def test_an_example_that_fails_keeps_its_picture(monkeypatch):
+    update = runpy.run_path(str(DOCS / "update.py"))
+    path = DOCS / "pictures" / "serve.png"
+    before = path.read_bytes()
+    done = subprocess.CompletedProcess([], 1, stdout="FAILED  a claim\n")
+    monkeypatch.setattr(subprocess, "run", lambda *given, **options: done)
+    with pytest.raises(SystemExit, match="FAILED  a claim\nserve failed, and its picture stays"):
+        update["main"](["serve"])
+    assert path.read_bytes() == before
 
 
 def test_a_name_of_the_reference_links_to_the_file_that_defines_it():

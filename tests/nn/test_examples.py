@@ -9,9 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import fastattn.examples
-from fastattn.examples import common, complexity, long_context, memory
+from fastattn.examples import char_lm, common, complexity, long_context, memory, serve
 from tests.support.backends import INTERPRETED
 
 EXAMPLES = [
@@ -103,6 +104,56 @@ def test_disturbed_timings_are_measured_again(disturbed):
     near = {key: complexity.is_near(*key, curve.slope()) for key, curve in found.items()}
     wrong = disturbed == complexity.ATTEMPTS
     assert [key for key, ok in near.items() if not ok] == [(complexity.RESTRICTED, "r")] * wrong
+
+
+@pytest.mark.parametrize("wrong", [0, 1, common.ATTEMPTS])
+def test_times_are_the_least_of_rounds_until_they_are_as_expected(wrong, monkeypatch, threads):
+    """A call takes 2 or 3 seconds, and in every second round 10 more."""
+    threads(2)
+    clock, made, asked = [0.0], [], []
+
+    def call(name, seconds):
+        made.append((name, torch.get_num_threads()))
+        clock[0] += seconds + 10 * ((len(made) - 1) // 2 % 2)
+
+    def expected(seconds):
+        asked.append(dict(seconds))
+        return len(asked) > wrong
+
+    monkeypatch.setattr(common.time, "thread_time", lambda: clock[0])
+    calls = {"a": lambda: call("a", 2), "b": lambda: call("b", 3)}
+    found = common.least_seconds(calls, 4, expected, "racing")
+    attempts = min(wrong + 1, common.ATTEMPTS)
+    assert found == {"a": 2, "b": 3} and len(asked) == attempts and len(made) == 8 * attempts
+    assert "".join(name for name, _ in made[:8]) == "abbaabba"
+    assert {count for _, count in made} == {1} and torch.get_num_threads() == 2
+
+
+def test_continuous_batching_that_is_slower_fails_the_command(monkeypatch, capsys):
+    asked = [serve.Request([65, 66], n) for n in (2, 9, 2, 9, 2)]
+    model = serve.LanguageModel().eval()
+    seconds = {serve.CONTINUOUS: 1.1, serve.PADDED: 1.0, serve.ALONE: 9.0}
+    for name, value in {
+        "SLOTS": 2,
+        "train": lambda text: (model, [1.0]),
+        "requests": lambda text: asked,
+        "least_seconds": lambda *given: seconds,
+    }.items():
+        monkeypatch.setattr(serve, name, value)
+    assert serve.main([]) == 1
+    (failed,) = (x for x in capsys.readouterr().out.split("\n") if x.startswith("FAILED"))
+    assert "continuous batching 22, padded batches 24" in failed
+    seconds[serve.CONTINUOUS] = 0.9
+    assert serve.main([]) == 0
+
+
+@pytest.mark.parametrize(
+    "seconds, expected",
+    [((2, 1, 4, 3), True), ((2, 3, 4, 2.9), False), ((5, 1, 4, 3), False), ((2, 1, 4, 5), False)],
+    ids=["as it is", "fused", "torch's", "fused over torch's"],
+)
+def test_dropout_that_makes_a_step_faster_is_noticed(seconds, expected):
+    assert char_lm.in_order(dict(zip(char_lm.COMPARED, seconds))) == expected
 
 
 # --- shared helpers -------------------------------------------------------------------------------
