@@ -189,7 +189,7 @@ def _add_others(add: Add) -> None:
         type=Path,
         nargs="+",
         metavar="README.md",
-        help="write there; default: bench/results/README.md from all files beside it, "
+        help="write there; default: the pages of bench/results from all files beside them, "
         "only print the tables of files that are named",
     )
 

@@ -37,7 +37,7 @@ def draw_all(result: Result, stem: Path) -> Iterator[str]:
 
 
 def draw_glance(results: Sequence[Result], path: Path) -> Iterator[str]:
-    """Write the picture of the README, which has a panel for each machine."""
+    """Write the picture of the README, which has a mark for each machine."""
     return written((plot_readme.draw(x, new_figure), path) for x in [results])
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of bench/results/README.md from result files, with several machines side by
+"""Write the tables of the pages in bench/results from result files, with several machines side by
 side. Each table is between two comments that name it."""
 
 from __future__ import annotations
