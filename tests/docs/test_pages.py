@@ -27,6 +27,7 @@ SITE = ROOT / "build" / "docs"
 SCREENSHOTS = ROOT / "build" / "docs-screenshots"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 PHONE = 390, 844  # pixels of CSS
+DESKTOP = 1280
 SVG = runpy.run_path(str(ROOT / "docs" / "svg.py")) if (ROOT / "docs").exists() else {}
 WIDTH, LETTERS = SVG.get("WIDTH"), [*map(float, re.findall(r"([\d.]+)px", SVG.get("STYLE", "")))]
 SHOWN = ("index.html", "guides/masks.html", "how/tiles.html", "reference/attention.html")
@@ -39,6 +40,7 @@ function measure(frame) {{
   const drawings = [...page.querySelectorAll("article img")].filter(x => x.src.endsWith(".svg"));
   const found = {{
     width: page.documentElement.scrollWidth,
+    height: page.documentElement.scrollHeight,
     background: view.getComputedStyle(page.body).backgroundColor,
     text: view.getComputedStyle(page.querySelector("article p")).color,
     unloaded: [...page.images].filter(x => x.loading != "lazy" && !x.naturalWidth).length,
@@ -114,13 +116,13 @@ def test_a_signature_begins_with_the_mask_and_has_types():
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """The site, and for `/frame/PAGE` a page that holds it in a frame as wide as a phone."""
+    """The site, and for `/frame/WIDTH/PAGE` a page that holds it in a frame of that width."""
 
     def do_GET(self) -> None:
         if not self.path.startswith("/frame/"):
             return super().do_GET()
-        page = self.path.removeprefix("/frame/")
-        sizes = dict(width=PHONE[0], height=PHONE[1], drawn=WIDTH, letters=min(LETTERS))
+        width, page = self.path.removeprefix("/frame/").split("/", 1)
+        sizes = dict(width=width, height=PHONE[1], drawn=WIDTH, letters=min(LETTERS))
         text = FRAME.format(page=page, **sizes).encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -152,6 +154,14 @@ def browse(address: str, dark: bool, *options: str) -> str:
     return done.stdout
 
 
+def measure(address: str, width: int, page: str, dark: bool = False) -> dict:
+    """What FRAME finds."""
+    dom = browse(f"{address}/frame/{width}/{page}", dark, "--dump-dom")
+    found = re.search(r"<pre>(.+?)</pre>", dom)
+    assert found, dom
+    return json.loads(unescape(found[1]))
+
+
 def brightness(colour: str) -> float:
     """That of `rgb(r, g, b)`, from 0 to 255."""
     return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
@@ -162,10 +172,7 @@ def brightness(colour: str) -> float:
 @pytest.mark.parametrize("page", SHOWN)
 def test_a_page_on_a_phone(page, dark, address):
     image = pytest.importorskip("PIL.Image", reason="reading a screenshot needs pillow")
-    dom = browse(f"{address}/frame/{page}", dark, "--dump-dom")
-    found = re.search(r"<pre>(.+?)</pre>", dom)
-    assert found, dom
-    measured = json.loads(unescape(found[1]))
+    measured = measure(address, PHONE[0], page, dark)
     assert measured["width"] <= PHONE[0], "the page is wider than the screen"
     assert measured["unloaded"] == 0
     assert measured["smallest"] >= 9, "text in a drawing is too small to read"
@@ -177,10 +184,22 @@ def test_a_page_on_a_phone(page, dark, address):
 
     SCREENSHOTS.mkdir(exist_ok=True)
     shot = SCREENSHOTS / f"{Path(page).stem}-{'dark' if dark else 'light'}.png"
-    browse(f"{address}/frame/{page}", dark, f"--screenshot={shot}")
+    browse(f"{address}/frame/{PHONE[0]}/{page}", dark, f"--screenshot={shot}")
     with image.open(shot) as opened:
         pixels = opened.convert("L").crop((0, 0, *PHONE))
         shades = pixels.histogram()
     common = max(range(256), key=lambda x: shades[x])
     assert abs(common - ground) < 12, "most of the picture is the page's ground"
     assert sum(n > 20 for n in shades) > 40, "there is text, and it is smooth"
+
+
+@needs_browser
+@pytest.mark.parametrize("page", ["measured", "engines", "models", "functions", "targets"])
+def test_a_page_of_results_is_not_endless(page, address):
+    assert measure(address, DESKTOP, f"repository/{page}.html")["height"] <= 12_000
+
+
+def test_the_results_begin_with_figures_and_end_with_files():
+    text = (ROOT / "bench" / "results" / "README.md").read_text("utf-8")
+    assert text.index("![") < text.index("| ---") < text.index("## ")
+    assert re.findall(r"^## (.+)$", text, re.M)[-1] == "The files"

@@ -270,6 +270,7 @@ SHARES = {
     "test_marshalling_missing::test_the_report_has_the_reason": (NONE, NONE),
     "test_determinism": (5, 3),
     "test_examples": (4, ALL),
+    "test_markdown": (NONE, ALL),
     "test_examples::test_example": (NONE, 10),
     "test_examples::test_ranks_of_torchrun": (NONE, NONE),
     "test_instructions": (4, ALL),
