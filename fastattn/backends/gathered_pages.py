@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tensors
+from ..reference import sink_shares
 from .base import Backend
 
 _OF_HEADS = Feature.DROPOUT | Feature.ALIBI | Feature.BAND
@@ -72,13 +73,12 @@ def backward_of_pages(
 
 
 def sink_gradient(sinks: Tensor, rows: Rows) -> Tensor:
-    """-sum_rows P_sink delta (H,): a sink is a key with a probability and no value."""
+    """-sum_rows P_sink delta (H,)."""
     exact = rows.normaliser.dtype
-    lse, tail = rows.normaliser[:, 0]
-    delta = (rows.out.to(exact) * rows.dout.to(exact)).sum(-1)[0]
+    delta = (rows.out.to(exact) * rows.dout.to(exact)).sum(-1)
     if rows.dlse is not None:
-        delta = delta - rows.dlse[0]
-    return -(torch.exp(sinks.to(exact)[:, None] - lse - tail) * delta).sum(-1)
+        delta = delta - rows.dlse
+    return -(sink_shares(sinks, rows.normaliser) * delta).sum((0, 2))
 
 
 def _rows_of(spec: AttentionSpec, t: Tensors, b: int, end: int) -> slice:

@@ -296,7 +296,7 @@ def _score_gradients(
     if t.mask is not None:
         grads["mask"] = ds.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)
     if t.sinks is not None:
-        grads["sinks"] = -(_shares(t, p) * delta).sum((0, 2))
+        grads["sinks"] = -(_shares(t) * delta).sum((0, 2))
     mod = _score_mod_at(spec, t, k)
     if mod is not None and t.captured_floats is not None:
         grads["captured_floats"] = mod.gradient(ds)
@@ -339,14 +339,12 @@ def _score_and_lse_tangents(
     s_t = s_t.masked_fill(p == 0, 0)  # the tangent of a hidden score may be NaN
     lse_t = (p * s_t).sum(-1)
     if u.sinks is not None:
-        lse_t = lse_t + _seen(_shares(t, p), u.sinks[:, None])
+        lse_t = lse_t + _seen(_shares(t), u.sinks[:, None])
     return _ScoreTangents(products_t, p * (s_t - lse_t[..., None]), lse_t)
 
 
-def _shares(t: Tensors, p: Tensor) -> Tensor:
-    """The probability of each row's sink, (B,H,M)."""
-    sinks = t.given("sinks").to(p)[:, None, None]
-    return oracle.weights(sinks, t.given("normaliser")).squeeze(-1)
+def _shares(t: Tensors) -> Tensor:
+    return oracle.sink_shares(t.given("sinks"), t.given("normaliser"))
 
 
 def _seen(share: Tensor, moves: Tensor) -> Tensor:
@@ -371,7 +369,7 @@ def _score_tangents(
     if t.mask is not None:
         grads["mask"] = ds_t.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)
     if t.sinks is not None:
-        share = _shares(t, p)
+        share = _shares(t)
         sinks_t = 0 if u.sinks is None else u.sinks[:, None]
         share_t = _seen(share, sinks_t - moved.lse_t)
         grads["sinks"] = -(share_t * delta + share * delta_t).sum((0, 2))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ..api import attention_packed
 from ..call.scalars import alignment, whole
 from ..dispatch.torch_function import is_compiling, is_overridden
+from ..merging import weigh
 from .key_lists import key_lists
 from .seen import need_integers, need_lengths, need_tensor
 
@@ -229,9 +230,9 @@ class _Fold(NamedTuple):
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add each head's sink to the denominators: each probability is multiplied by one factor."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    share = torch.exp(lse - total)
-    return (out.to(lse.dtype) * share[..., None]).to(out.dtype), total
+    own = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    (share, _), top, log = weigh(torch.stack([lse, own]))
+    return (out.to(lse.dtype) * share).to(out.dtype), top + log
 
 
 def _check(q, k, v, indices, block, key_lengths, sinks) -> None:

@@ -18,6 +18,7 @@ from tests.semantics import (
     test_paged,
     test_place,
     test_row_invariant,
+    test_sinks,
     test_special_values,
     test_vmap_dropout,
 )
@@ -28,6 +29,7 @@ from tests.support.emulator import needs_emulator
 pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
 CHOSEN = {
     test_special_values: "",  # all tests
+    test_sinks: "",
     test_vmap_dropout: "each_draws one_call_is",
     test_place: "of_16_bits draws_go_on",
     test_row_invariant: "rows_have",

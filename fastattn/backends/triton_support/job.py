@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...call.spec import AttentionSpec, Tensors
+from ...reference import sink_shares
 from ..gpu import architecture, processors
 from ..native.marshalling import specialization_key
 from ..native_launcher import prepared
@@ -290,10 +291,8 @@ class Job:
 
     def sink_shares(self, sinks: Tensor) -> tuple[Tensor, Tensor]:
         """The probabilities of sinks (B,H,M), and delta."""
-        wide = sinks.to(torch.float32)[:, None]
-        lse, tail = self.normaliser
-        p = torch.exp(wide - lse - tail).masked_fill(lse == -torch.inf, 0.0)
-        return p, self.of_rows[2, ..., : self.spec.memory_sizes[1]]
+        delta = self.of_rows[2, ..., : self.spec.memory_sizes[1]]
+        return sink_shares(sinks, self.normaliser), delta
 
     # ----------------------------------------------------------------------------------- launching
 
