@@ -230,12 +230,13 @@ FA_EXPORT const char* fa_cpu_isa(void);              // the one in use
 FA_EXPORT const char* fa_cpu_why(void);              // why that one: a sentence
 FA_EXPORT const char* fa_cpu_unit(const struct FaCall* call);  // the one that runs this call
 FA_EXPORT const char* fa_cpu_score_mod_ops(void);  // the operators of FaScoreMod's code, in order
-FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it;
-                                                     // not while another thread is in a call
+// Select an instruction set, and the one that decodes. 0 = done, 1 = this machine cannot run one of
+// them. Not while another thread is in a call.
+FA_EXPORT int64_t fa_cpu_select(const char* name, const char* decoding);
 FA_EXPORT void fa_cpu_float32_on_tiles(int64_t on);  // 0: float32 on vectors even with AMX
-// For tests. Fill every scratch buffer with NaN bytes before use; "<instruction set>: <why>" for
-// another chip, named as CPUID names it, with the given sets; and y = f(x) for n numbers of one
-// dtype, FA_F32 or FA_F64, by the vector function that kernels use.
+// For tests. Fill every scratch buffer with NaN bytes before use; "<instruction set>, <the one that
+// decodes>: <why>" for another chip, named as CPUID names it, with the given sets; and y = f(x) for
+// n numbers of one dtype, FA_F32 or FA_F64, by the vector function that kernels use.
 FA_EXPORT void fa_cpu_poison(int64_t on);
 FA_EXPORT const char* fa_cpu_served(const char* vendor, int64_t family, int64_t model,
                                     const char* isas);

@@ -127,7 +127,7 @@ int main(int argc, char** argv) {
   }
   if (argc != 3 && argc != 4)
     return fail("arguments", "another number", "an instruction set, a case, and how many calls");
-  if (fa_cpu_select(argv[1])) return fail("instruction set", argv[1], fa_cpu_isas());
+  if (fa_cpu_select(argv[1], argv[1])) return fail("instruction set", argv[1], fa_cpu_isas());
   const struct Case* c = kCases;
   while (c < kCases + kNumCases && strcmp(c->name, argv[2])) ++c;
   if (c == kCases + kNumCases)

@@ -1,10 +1,9 @@
 """The instruction set is chosen by properties of the chip, and the reason is reported."""
 
 import ctypes
+import itertools
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,15 +17,18 @@ from tests.support.checkout import configured
 pytestmark = pytest.mark.skipif(
     bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())
 )
+ISAS = [] if libraries.cpu_unavailable() else libraries.cpu_isas()
 ALL = "avx512_bf16,avx512,avx2,generic"
 TILES = "amx_bf16," + ALL
 
 
 def chosen(vendor, family, model, isas):
-    """(instruction set, reason) for any chip, also one that is not present."""
+    """(instruction set, the one that decodes, reason) for any chip, present or not."""
     text, number = ctypes.c_char_p, ctypes.c_int64
     served = libraries.cpu().entry("fa_cpu_served", text, text, number, number, text)
-    return served(vendor.encode(), family, model, isas.encode()).decode().split(": ", 1)
+    found = served(vendor.encode(), family, model, isas.encode()).decode()
+    names, why = found.split(": ", 1)
+    return *names.split(", "), why
 
 
 @pytest.mark.parametrize(
@@ -44,8 +46,8 @@ def chosen(vendor, family, model, isas):
     ],
 )
 def test_chip_decides(vendor, family, model, isa, says):
-    found, why = chosen(vendor, family, model, ALL)
-    assert found == isa
+    found, decoding, why = chosen(vendor, family, model, ALL)
+    assert (found, decoding) == (isa, "avx512_bf16")
     assert says in why and f"{vendor} family {family} model {model}" in why
     assert ("only decodes" in why) == (isa == "avx512")
 
@@ -61,23 +63,23 @@ def test_chip_decides(vendor, family, model, isa, says):
 )
 def test_tiles_are_preferred_if_available(model, says):
     for isas in (TILES, TILES + ",amx_model", "amx_bf16,avx512,avx2,generic"):
-        found, why = chosen("GenuineIntel", 6, model, isas)
-        assert found == "amx_bf16"
+        found, decoding, why = chosen("GenuineIntel", 6, model, isas)
+        assert (found, decoding) == ("amx_bf16", isas.split(",")[1])
         assert says in why and f"GenuineIntel family 6 model {model}" in why
 
 
 @pytest.mark.parametrize("isas", ["avx512_bf16,generic", "avx512_bf16,avx2,generic"])
 def test_a_build_of_chosen_instruction_sets_has_no_other(isas):
     for model in (207, 143, 85):
-        found, why = chosen("GenuineIntel", 6, model, isas)
-        assert found == "avx512_bf16" and "only decodes" not in why
+        found, decoding, why = chosen("GenuineIntel", 6, model, isas)
+        assert found == decoding == "avx512_bf16" and "only decodes" not in why
 
 
 @pytest.mark.parametrize("isas", ["avx512,avx2,generic", "avx2,generic", "generic"])
 def test_without_bfloat16_the_widest_vectors(isas):
     for vendor, family, model in (("GenuineIntel", 6, 143), ("AuthenticAMD", 25, 33), ("", 0, 0)):
-        found, why = chosen(vendor, family, model, isas)
-        assert found == isas.split(",")[0] and "widest" in why
+        found, decoding, why = chosen(vendor, family, model, isas)
+        assert found == decoding == isas.split(",")[0] and "widest" in why
 
 
 def test_the_first_listed_isa_is_chosen():
@@ -89,7 +91,7 @@ def test_the_first_listed_isa_is_chosen():
         assert libraries.cpu().why() == b"selected by its name"
 
 
-@pytest.mark.parametrize("isa", libraries.cpu_isas() if not libraries.cpu_unavailable() else [])
+@pytest.mark.parametrize("isa", ISAS)
 def test_each_dtype_names_its_compute_unit(isa):
     """Tiles multiply dtypes that have planes; for float64 the vector ISA is reported."""
     before = libraries.cpu_isa()
@@ -107,25 +109,26 @@ def test_each_dtype_names_its_compute_unit(isa):
     assert f"cpu: would run, on {isa}\n" in explained
 
 
-def test_only_decoding_takes_pairs_where_they_are_slow():
-    """Bit for bit, in a process without a selected ISA. (Of the LSE: outputs round equally.)"""
-    listed = libraries.cpu_isas()
-    if "avx512_bf16" not in listed[1:]:
-        pytest.skip("avx512_bf16 is not here, or is the best here")
-    code = f"""
-import torch
-from fastattn import attention, native
-torch.manual_seed(0)
-k = torch.randn(1, 8, 300, 64).mul(0.3).bfloat16()
-run = lambda m: attention(k[:, :, :m], k, k, return_lse=True, backend="cpu")[1]
-one, many = run(1), run(64)
-native.select_cpu_isa("avx512_bf16")
-assert torch.equal(one, run(1)) and not torch.equal(many, run(64))
-native.select_cpu_isa({listed[0]!r})
-assert torch.equal(many, run(64)) and not torch.equal(one, run(1))
-"""
-    environment = {x: y for x, y in os.environ.items() if x != "FASTATTN_CPU_ISA"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+def lse_of_rows(rows):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 8, n, 64, generator=draw).bfloat16() for n in (rows, 300, 300))
+    return fastattn.attention(q, k, v, return_lse=True, backend="cpu")[1]
+
+
+@pytest.mark.parametrize("isa, decoding", [*itertools.permutations(ISAS, 2)])
+def test_one_set_decodes_for_another(isa, decoding):
+    """As `chosen` has it for some chips, here with any two sets: bit for bit."""
+    alone = {}
+    for name in (isa, decoding):
+        with variant(name):
+            alone[name] = lse_of_rows(1), lse_of_rows(64), libraries.cpu_units()
+    with variant(isa):
+        libraries.select_cpu_isa(isa, decoding)
+        one, many, units = lse_of_rows(1), lse_of_rows(64), libraries.cpu_units()
+    assert torch.equal(one, alone[decoding][0]) and torch.equal(many, alone[isa][1])
+    for dtype, passes in units.items():
+        assert passes["one row"] == alone[decoding][2][dtype]["one row"]
+        assert passes["many rows"] == alone[isa][2][dtype]["many rows"]
 
 
 def test_the_report_has_the_reason_for_the_isa():

@@ -177,6 +177,11 @@ const Isa* named(const char* name) {
   return nullptr;
 }
 
+// Its sets are null if this machine or this build lacks them.
+Choice choice_of(const Order& order) {
+  return {named(order.isa.c_str()), named(order.decoding.c_str()), order.why};
+}
+
 std::string names_of_all_here() {  // in the order of kIsas
   std::string names;
   for (const Isa& isa : kIsas)
@@ -194,7 +199,7 @@ const Choice& best() {
     if (announces_amx() && !tiles_refused().empty())
       order.why += "; not amx_bf16: " + tiles_refused();
 #endif
-    return Choice{named(order.isa.c_str()), named(order.decoding.c_str()), order.why};
+    return choice_of(order);
   }();
   return choice;
 }
@@ -444,14 +449,14 @@ const char* fa_cpu_why(void) { return fa::chosen.load()->why.c_str(); }
 const char* fa_cpu_served(const char* vendor, int64_t family, int64_t model, const char* isas) {
   static thread_local std::string said;
   const fa::Order order = fa::order_for({vendor, family, model}, isas);
-  said = order.isa + ": " + order.why;
+  said = order.isa + ", " + order.decoding + ": " + order.why;
   return said.c_str();
 }
 
-int64_t fa_cpu_select(const char* name) {
-  const fa::Isa* isa = fa::named(name);
-  if (!isa) return 1;
-  fa::selected = {isa, isa, "selected by its name"};
+int64_t fa_cpu_select(const char* name, const char* decoding) {
+  const fa::Choice found = fa::choice_of({name, decoding, "selected by its name"});
+  if (!found.isa || !found.decoding) return 1;
+  fa::selected = found;
   fa::chosen = &fa::selected;
   return 0;
 }

@@ -177,7 +177,7 @@ class CpuLibrary(Library):
         self.why = self.entry("fa_cpu_why", text)
         self.unit = self.entry("fa_cpu_unit", text, params)
         self.score_mod_ops = self.entry("fa_cpu_score_mod_ops", text)().decode()
-        self.select = self.entry("fa_cpu_select", integer, text)
+        self.select = self.entry("fa_cpu_select", integer, text, text)
         self.float32_on_tiles = self.entry("fa_cpu_float32_on_tiles", None, integer)
         self.poison = self.entry("fa_cpu_poison", None, integer)
 
@@ -261,7 +261,7 @@ def _load_cpu() -> CpuLibrary | str:
     except (OSError, AttributeError) as error:
         return f"the native library does not load: {error}"
     wanted = os.environ.get("FASTATTN_CPU_ISA")
-    if wanted and library.select(wanted.encode()):
+    if wanted and library.select(wanted.encode(), wanted.encode()):
         have = library.isas().decode()
         return f"FASTATTN_CPU_ISA: got {wanted!r}, expected one that this machine runs: {have}"
     float32 = os.environ.get("FASTATTN_FLOAT32") or "tiles"
@@ -389,10 +389,13 @@ def cpu_units() -> dict[str, dict[str, str]]:
     return found
 
 
-def select_cpu_isa(name: str) -> None:
-    """Use the kernels compiled for `name`, in the whole process."""
-    if cpu().select(name.encode()):
-        raise ValueError(f"name: got {name!r}, expected one of {cpu_isas()}")
+def select_cpu_isa(name: str, decoding: str | None = None) -> None:
+    """Use the kernels compiled for `name`, in the whole process; for few rows on many keys those
+    compiled for `decoding`, if it is not None."""
+    decoding = name if decoding is None else decoding
+    if cpu().select(name.encode(), decoding.encode()):
+        got = name if decoding == name else (name, decoding)
+        raise ValueError(f"name: got {got!r}, expected one of {cpu_isas()}")
 
 
 def poison(on: bool) -> None:
