@@ -15,10 +15,11 @@ from tests.support.emulator import ROOT
 TILED = (
     [] if libraries.cpu_unavailable() else [x for x in libraries.cpu_isas() if x.startswith("amx_")]
 )
+needs_tiles = pytest.mark.skipif(not TILED, reason="neither AMX nor its model is here")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    pytest.mark.skipif(not TILED, reason="neither AMX nor its model runs here: no AVX-512"),
+    needs_tiles,
 ]
 every_tiled = pytest.mark.parametrize("isa", TILED)
 HARNESS = ROOT / "tests" / "cpu" / "amx_tiles.cpp"
@@ -122,13 +123,14 @@ def test_tiles_are_illegal_outside_a_use(tiles):
     """A nested use leaves the outer one, torch's for example, its tiles."""
     always, before, inside, nested, after, chip = (tiles.legal() >> x & 1 for x in range(6))
     assert (always, before, inside, nested, after) == (1, 0, 1, 1, 0)
-    assert chip == ("amx_bf16" in TILED)
+    if "amx_bf16" in libraries.build()["instruction_sets"].split():
+        assert chip == ("amx_bf16" in TILED)
     assert tiles.handler_comes_back()
 
 
 def test_a_refusal_has_a_reason(tiles):
     tiles.refused.restype = ctypes.c_char_p
-    assert bool(tiles.refused()) != ("amx_bf16" in TILED)
+    assert bool(tiles.refused()) != bool(tiles.legal() >> 5 & 1)
 
 
 # Mutants: each removes one rule of the model.

@@ -13,7 +13,7 @@ import torch
 
 import fastattn
 from fastattn.backends.native import libraries
-from tests.cpu.test_amx import TILED, every_tiled
+from tests.cpu.test_amx import every_tiled, needs_tiles
 from tests.support.backends import INTERPRETED, variant
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import oracle
@@ -21,7 +21,7 @@ from tests.support.error_budget import oracle
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    pytest.mark.skipif(not TILED, reason="neither AMX nor its model runs here: no AVX-512"),
+    needs_tiles,
 ]
 VECTORS = "avx512"  # computes the blocks without planes
 BLOCK = 32  # rows in gradients that use the same kernel together

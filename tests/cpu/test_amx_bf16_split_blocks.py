@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastattn
-from tests.cpu.test_amx import TILED, every_tiled
+from tests.cpu.test_amx import every_tiled, needs_tiles
 from tests.cpu.test_amx_bf16_split import BLOCK, VECTORS, case, computed, every_planed, same
 from tests.support.backends import INTERPRETED, variant
 from tests.support.cases import FEATURE, Dims, build
@@ -16,7 +16,7 @@ from tests.support.naive import visible
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    pytest.mark.skipif(not TILED, reason="neither AMX nor its model runs here: no AVX-512"),
+    needs_tiles,
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastattn
-from tests.cpu.test_amx import TILED, every_tiled
+from tests.cpu.test_amx import every_tiled, needs_tiles
 from tests.cpu.test_amx_bf16_split import VECTORS, case, computed
 from tests.support.backends import INTERPRETED
 from tests.support.cases import DTYPES, Dims
@@ -13,7 +13,7 @@ from tests.support.error_budget import oracle
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    pytest.mark.skipif(not TILED, reason="neither AMX nor its model runs here: no AVX-512"),
+    needs_tiles,
 ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cpu.test_amx import TILED, every_tiled
+from tests.cpu.test_amx import every_tiled, needs_tiles
 from tests.cpu.test_amx_bf16_split import case, computed, differ, every_planed, same
 from tests.support.backends import INTERPRETED
 from tests.support.cases import Dims
@@ -13,7 +13,7 @@ from tests.support.cases import Dims
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    pytest.mark.skipif(not TILED, reason="neither AMX nor its model runs here: no AVX-512"),
+    needs_tiles,
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 import fastattn
 from fastattn.backends.native import libraries
-from tests.cpu.test_amx import TILED, every_tiled, needs_chip
+from tests.cpu.test_amx import TILED, every_tiled, needs_chip, needs_tiles
 from tests.mutation.test_cpu_mutants import ON_THE_MODEL, edits, run
 from tests.mutation.test_cpu_mutants import build as build_kernels
 from tests.support.backends import INTERPRETED, passed, variant
@@ -22,7 +22,7 @@ from tests.support.error_budget import Verdict
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    pytest.mark.skipif(not TILED, reason="neither AMX nor its model runs here: no AVX-512"),
+    needs_tiles,
 ]
 
 
@@ -30,7 +30,7 @@ pytestmark = [
 PRODUCTS = {"bfloat16": (1, 1), "float16": (4, 3), "float32": (6, 6)}
 
 
-@needs_chip
+@pytest.mark.skipif(len(TILED) < 2, reason="needs AMX and its model")
 @pytest.mark.parametrize("dtype", PRODUCTS)
 @pytest.mark.parametrize("features", ["", "causal", "window", "gqa+alibi+dropout", "softcap+sinks"])
 @pytest.mark.parametrize("m", [1, 3, 16, 150])

@@ -16,6 +16,10 @@ needs_valgrind = pytest.mark.skipif(bool(reason), reason=str(reason))
 
 
 @needs_valgrind
+@pytest.mark.skipif(
+    bool(libraries.cpu_unavailable()) or not set(instructions.ISAS) <= set(libraries.cpu_isas()),
+    reason=f"the chip or the build lacks one of {instructions.ISAS}",
+)
 def test_no_more_instructions_than_recorded(capsys):
     status = instructions.main([])
     assert status == 0, capsys.readouterr().out
@@ -24,12 +28,12 @@ def test_no_more_instructions_than_recorded(capsys):
 @needs_valgrind
 def test_counts_are_the_same_in_every_run(tmp_path):
     program = instructions.build(libraries.cpu().path.resolve(), tmp_path)
-    first, second = (instructions.count(program, "avx2", "decode") for _ in range(2))
+    first, second = (instructions.count(program, "generic", "decode") for _ in range(2))
     assert first == pytest.approx(second, rel=1e-4)
 
 
 @needs_valgrind
-@pytest.mark.parametrize("isa, case", [("avx3", "decode"), ("avx2", "forward nothing")])
+@pytest.mark.parametrize("isa, case", [("avx3", "decode"), ("generic", "forward nothing")])
 def test_instructions_of_unknown_cases_raise(tmp_path, isa, case):
     program = instructions.build(libraries.cpu().path.resolve(), tmp_path)
     wrong = isa if isa == "avx3" else case

@@ -2,9 +2,8 @@
 
 import itertools
 import math
-import statistics
+import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -263,15 +262,21 @@ def test_evaluate_under_vmap_and_jvp():
     torch.testing.assert_close(got, tangent * (1 - torch.tanh(score / 20) ** 2))
 
 
-def test_tracing_takes_microseconds():
-    """Ten times what it takes on one busy core."""
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        for function in SCORES.values():
-            assert isinstance(trace_score_mod(function), Traced)
-        times.append((time.perf_counter() - start) / len(SCORES))
-    assert statistics.median(times) < 1.5e-3
+def test_tracing_takes_few_calls():
+    """Half more calls of Python functions than it makes now: it is a part of every call."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        traced = [trace_score_mod(function) for function in SCORES.values()]
+    finally:
+        sys.setprofile(None)
+    assert all(isinstance(x, Traced) for x in traced)
+    assert calls / len(SCORES) < 500
 
 
 def test_a_number_changed_by_a_captured_tensor_is_captured():
