@@ -48,7 +48,9 @@ def register() -> None:
         return
     member = _add(dispatch.AttentionBackendName)
     checks = [dispatch._check_device, dispatch._check_shape, dispatch._check_attn_mask_or_causal]
-    dispatch._AttentionBackendRegistry.register(member, constraints=checks)(_attend)
+    registry = dispatch._AttentionBackendRegistry
+    registry.register(member, constraints=checks)(_attend)
+    registry._supported_arg_names[member] = _Every(registry._supported_arg_names[member])
 
 
 def unregister() -> None:
@@ -112,14 +114,20 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
     _parallel_config: Any = None,
+    **unknown: Any,
 ) -> Tensor:
     """Attend query (B,L,H,E) to key (B,S,Hk,E) and value (B,S,Hk,Ev); return out (B,L,H,Ev).
 
     attn_mask is (B,S), or any mask that torch takes; the shape decides, as in diffusers' own
     backends. Raises NotImplementedError for context parallelism, which each diffusers backend has
-    to implement.
+    to implement, and TypeError for an unknown argument that is not None.
     """
-    ranks = getattr(_parallel_config, "context_parallel_config", None)
+    if given := sorted(name for name, value in unknown.items() if value is not None):
+        raise TypeError(
+            f"{given[0]}: got this argument of attention, expected none that the backend "
+            "'fastattn' does not know; leave it out, or use one of diffusers' backends"
+        )
+    ranks = None if _parallel_config is None else _parallel_config.context_parallel_config
     if ranks is not None and ranks._world_size > 1:
         raise NotImplementedError(
             f"parallel_config: got {ranks._world_size} ranks, expected 1: the backend "
@@ -133,6 +141,13 @@ def _attend(
         q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return out.transpose(1, 2)
+
+
+class _Every(frozenset):
+    """Names of arguments, and any other: diffusers drops those that are not in it in silence."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 # Enum has no public way to add or remove members. These functions edit its internal tables, which

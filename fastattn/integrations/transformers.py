@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import transformers_latent
+from . import transformers_forms, transformers_latent
 
 NAME = "fastattn"
 _MISSING = object()
@@ -23,18 +23,21 @@ _undo: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Enable `attn_implementation="fastattn"` in transformers 5.
+    """Enable `attn_implementation="fastattn"` in transformers 5.23 and 5.24.
 
     This includes attention, masks and `generate_batch`. A second call changes nothing. Later calls
     of transformers raise for models that fastattn cannot run:
 
     - Making a model that computes its attention itself, and so would never call fastattn, raises
-      ValueError.
+      ValueError; also if fastattn replaces one of its functions, and that has other arguments or
+      another source than in these versions.
+    - An attention layer, or a mask, with an argument that fastattn does not know raises TypeError.
     - A model that uses its mask in an operation of its own raises TypeError: the mask is an object
       that only fastattn can read.
 
     Raises:
-        ImportError: There is no transformers.
+        ImportError: There is no transformers, or it is of another minor version: models are
+            recognised by the sources and arguments that they have in these two.
 
     Example:
         Needs the library transformers.
@@ -52,7 +55,9 @@ def register() -> None:
     """
     if _undo:
         return
-    from transformers import AttentionInterface, PreTrainedModel
+    from transformers import AttentionInterface, PreTrainedModel, __version__
+
+    transformers_forms.check_version(__version__)
     from transformers.masking_utils import AttentionMaskInterface
 
     from .transformers_attention import attend

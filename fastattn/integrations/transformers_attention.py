@@ -11,9 +11,13 @@ from transformers.utils import output_capturing
 from .. import mla
 from ..api import attention, attention_packed, attention_weights, draw_seed
 from . import transformers_selected
+from .transformers_forms import ELSEWHERE, refuse_unknown
 from .transformers_latent import heads
 from .transformers_masks import RELATIVE, StructuredMask
-from .transformers_paged import attend_pages
+from .transformers_paged import KEYWORDS, attend_pages, is_paged
+
+# Keyword arguments of attention layers beside those that `attend` names.
+KNOWN = ELSEWHERE | KEYWORDS | {"sinks", "indices", "block_indices", "output_attentions"}
 
 
 def attend(
@@ -41,27 +45,30 @@ def attend(
     Without a mask, `is_causal` or else module.is_causal applies, aligned to the top left.
     position_bias (B,H,M,N) is added to scores; s_aux (H,) are sinks. If the mask has no padding,
     sequences given by cu_seq_lens_q and cu_seq_lens_k run as a packed batch. cache is the paged
-    cache of continuous batching; attention_mask is then ignored. indices (B,M,S) and block_indices
-    (B,G,M,S) are the keys, or blocks of them, that a model selects. Raises NotImplementedError for
-    sinks of rows, and for what goes beside selected keys in no model.
+    cache of continuous batching in transformers 5.23; attention_mask is then ignored. indices
+    (B,M,S) and block_indices (B,G,M,S) are the keys, or blocks of them, that a model selects.
+    Raises NotImplementedError for sinks of rows, and for what goes beside selected keys in no
+    model; TypeError for an argument that is not KNOWN.
     """
+    refuse_unknown("attention", kwargs, KNOWN)
     if kwargs.get("sinks") is not None:
         raise NotImplementedError(
             "sinks: got some, expected none: fastattn has a sink for each head, not for each row; "
             "leave this model at 'eager' or 'sdpa'"
         )
+    paged = cache is not None or is_paged(kwargs)
     wants_weights = kwargs.get("output_attentions") or _captures_weights()
-    query, key, value, weights = heads(module, query, key, value, expand=cache is not None)
+    query, key, value, weights = heads(module, query, key, value, expand=paged)
     given = _given(query, scaling, softcap, s_aux, dropout)
     if (chosen := _selected(module, kwargs)) is not None:
-        if cache is not None or position_bias is not None or wants_weights:
+        if paged or position_bias is not None or wants_weights:
             raise NotImplementedError(
                 "indices: got some beside a paged cache, a position bias or output_attentions, "
                 "expected them alone; leave this model at 'eager' or 'sdpa'"
             )
         out = transformers_selected.attend(query, key, value, *chosen, attention_mask, given)
         return (out if weights is None else mla.outputs(out, weights)).transpose(1, 2), None
-    if cache is not None:
+    if paged:
         asked = kwargs | dict(is_causal=is_causal, position_bias=position_bias)
         asked["output_attentions"] = wants_weights
         return attend_pages(module, query, key, value, cache, asked, given), None

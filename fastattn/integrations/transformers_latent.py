@@ -9,7 +9,6 @@ values of each head from all of them, at every token. In its place they get the 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,12 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import mla
+from . import transformers_forms
 
-# Lines of `expand_kv`: keys come first in the rows of `kv_b_proj`, then values.
-_EXPANDS = (
-    "self.kv_b_proj(kv_nope).view(key_shape).transpose(1, 2)",
-    "torch.split(kv_nope, [self.qk_nope_head_dim, self.v_head_dim], dim=-1)",
-)
+_EXPANDS = "3c92377aad61fe74"  # `expand_kv` of all models: keys, then values, in each head's rows
 
 
 class Heads(NamedTuple):
@@ -37,17 +33,18 @@ class Heads(NamedTuple):
 
 @functools.cache
 def layers(kind: type) -> list[type]:
-    """The attention classes beside a model that have an `expand_kv` of the known form."""
+    """The attention classes beside a model that have an `expand_kv`. Raises ValueError if it, or
+    the `forward` that hands its results to attention, is not of the known form."""
     found = []
     for x in vars(sys.modules.get(kind.__module__)).values():
         if not isinstance(x, type) or x.__module__ != kind.__module__ or "expand_kv" not in vars(x):
             continue
-        try:
-            source = inspect.getsource(vars(x)["expand_kv"])
-        except (OSError, TypeError):
-            continue
-        if all(line in source for line in _EXPANDS):
-            found.append(x)
+        expand_kv = original_of(x) or x.expand_kv
+        if transformers_forms.form(expand_kv) != _EXPANDS:
+            raise transformers_forms.unknown(expand_kv)
+        if not transformers_forms.hands_on(x.forward, "expand_kv", "attention_interface"):
+            raise transformers_forms.unknown(x.forward)
+        found.append(x)
     return found
 
 

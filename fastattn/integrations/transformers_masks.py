@@ -14,8 +14,23 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from .transformers_forms import VERSIONS, refuse_unknown
+
 _is_compiling = torch.compiler.is_compiling
 RELATIVE = {"causal", "window"}  # arguments that a packed batch applies to each sequence
+# Further arguments that mask functions get: what fastattn's mask may leave out, and a mask's form.
+_KNOWN = frozenset(
+    ("allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "config")
+)
+# The arguments of each function that makes a mask function, which that keeps in its closure.
+_HELD = {
+    "and_masks": {"mask_functions"},
+    "sliding_window_overlay": {"sliding_window"},
+    "sliding_window_bidirectional_overlay": {"sliding_window"},
+    "chunked_overlay": {"chunk_size", "left_padding"},
+    "packed_sequence_mask_function": {"packed_sequence_mask"},
+    "remap_positions_for_packed_sequence": {"mask_function", "position_ids"},
+}
 
 
 class StructuredMask:
@@ -152,6 +167,7 @@ class Pattern(NamedTuple):
     window: tuple[int, int | None] | None = None  # i - left <= j <= i + right
     chunk: tuple[int, Tensor] | None = None  # its size, and left padding (B,)
     sequences: Tensor | None = None  # (B,N): sequence index in a packed batch
+    restarts: bool = False  # positions count from the start of each packed sequence
 
 
 def make_mask(
@@ -167,26 +183,30 @@ def make_mask(
     **rest: Any,
 ) -> StructuredMask:
     """The mask function of `AttentionMaskInterface`. It never returns None, so that a model that
-    does not pass its masks to fastattn fails at its first call."""
+    does not pass its masks to fastattn fails at its first call. Raises TypeError for an argument,
+    and ValueError for a mask function, that is not as in the known versions."""
+    refuse_unknown("a mask", rest, _KNOWN)
     if isinstance(attention_mask, StructuredMask):  # `generate` made it before
         return attention_mask
     shape = batch_size, 1, q_length, kv_length
 
     def exact() -> Any:
         return masking_utils.sdpa_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
             allow_is_causal_skip=False,
             use_vmap=use_vmap,
             device=device,
         )
 
     pattern = None if use_vmap else _pattern(mask_function)
+    if pattern is not None and pattern.restarts and pattern.sequences is None:
+        pattern = None  # positions that restart in one sequence
     if pattern is not None and not isinstance(kv_offset, Tensor):
         static = isinstance(q_offset, Tensor)
         if static and q_offset.device.type == "cpu" and not _is_compiling():
@@ -230,9 +250,18 @@ def _pattern(function: Any) -> Pattern | None:
         return Pattern()
     if _is_compiling() or getattr(function, "__module__", "") != masking_utils.__name__:
         return None
+    name = function.__qualname__.split(".")[0]
+    if name not in _HELD:
+        return None
     held = [x.cell_contents for x in function.__closure__ or ()]
     held = dict(zip(function.__code__.co_freevars, held))
-    match function.__qualname__.split(".")[0]:
+    if held.keys() != _HELD[name]:
+        raise ValueError(
+            f"mask_function: got {name} of {', '.join(sorted(held))}, expected it of "
+            f"{', '.join(sorted(_HELD[name]))}, as in transformers {' or '.join(VERSIONS)}; leave "
+            "this model at 'eager' or 'sdpa'"
+        )
+    match name:
         case "and_masks":
             return functools.reduce(_both, map(_pattern, held["mask_functions"]))
         case "sliding_window_overlay":
@@ -245,7 +274,7 @@ def _pattern(function: Any) -> Pattern | None:
             return Pattern(sequences=held["packed_sequence_mask"])
         case "remap_positions_for_packed_sequence":
             inside = _pattern(held["mask_function"])  # positions rise by one within a sequence
-            return None if inside is None or inside.chunk is not None else inside
+            return None if inside is None or inside.chunk else inside._replace(restarts=True)
     return None
 
 
@@ -253,8 +282,13 @@ def _both(a: Pattern | None, b: Pattern | None) -> Pattern | None:
     """The intersection of two patterns; None if one is unknown or both set a window or a chunk."""
     if a is None or b is None or (a.window and b.window) or (a.chunk and b.chunk):
         return None
-    sequences = b.sequences if a.sequences is None else a.sequences
-    return Pattern(a.causal or b.causal, a.window or b.window, a.chunk or b.chunk, sequences)
+    return Pattern(
+        a.causal or b.causal,
+        a.window or b.window,
+        a.chunk or b.chunk,
+        b.sequences if a.sequences is None else a.sequences,
+        a.restarts or b.restarts,
+    )
 
 
 def _window(pattern: Pattern) -> dict[str, Any]:

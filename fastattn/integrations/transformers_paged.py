@@ -1,10 +1,15 @@
-"""Continuous batching: requests of any length in one packed batch, with a shared paged cache."""
+"""Continuous batching: requests of any length in one packed batch, with a shared paged cache.
+
+In transformers 5.23 attention gets the cache and updates it; in 5.24 a layer updates it before, and
+attention gets the keys, or the arguments to find them by.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,6 +17,7 @@ from torch import Tensor
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from ..api import attention_packed
+from .transformers_forms import VERSIONS
 
 # The owner of a function, the function's name, and its wrapper.
 Hook = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
@@ -80,22 +86,52 @@ def _has_tables(config: Any) -> bool:
     return all(cache.ATTN_TYPE_TO_ALLOCATOR[x].supports_block_table for x in kinds)
 
 
+# What a paged cache needs and tells: arguments of the batch, then of a layer.
+KEYWORDS = frozenset(
+    [
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "read_index",
+        "write_index",
+        "block_table",
+        "k_cache",
+        "v_cache",
+    ]
+)
+_running: ContextVar[Any] = ContextVar("cache of the batch", default=None)
 _reached: weakref.WeakSet[PagedAttentionCache] = weakref.WeakSet()
 
 
+def is_paged(kwargs: dict[str, Any]) -> bool:
+    """Whether these are the arguments of a batch with a paged cache."""
+    return kwargs.get("write_index") is not None
+
+
 def _reaching_us(name: str, original: Callable) -> Callable:
-    """Raise for a model that does not pass the cache to its attention: its rows would attend to
-    nothing but the rows of the batch."""
+    """Tell attention which cache a batch has. Raise for a model that does not pass the batch's
+    arguments to its attention: its rows would attend to nothing but the rows of the batch."""
 
     @functools.wraps(original)
     def compute_batch(self, model, batch_data):
-        original(self, model, batch_data)
+        before, lacking = _running.set(self.cache), None
+        try:
+            original(self, model, batch_data)
+        except KeyError as error:  # the cache's, updated without these arguments
+            if self.cache in _reached:
+                raise
+            lacking = error
+        finally:
+            _running.reset(before)
         if self.cache.config._attn_implementation == name and self.cache not in _reached:
             raise NotImplementedError(
                 f"attn_implementation: got {name!r} for {type(model).__name__} in continuous "
                 "batching, expected a model that passes the paged cache to its attention, which "
                 "this one does not; generate without batching"
-            )
+            ) from lacking
+        if lacking is not None:
+            raise lacking
 
     return compute_batch
 
@@ -111,14 +147,20 @@ def attend_pages(
     asked: dict[str, Any],
     given: dict[str, Any],
 ) -> Tensor:
-    """Write key and value, (1,Hk,T,D), to the cache, and attend query (1,H,T,D): (1,T,H,Dv). Each
-    row attends to its own request's keys up to its position.
+    """Attend query (1,H,T,D) to the keys of its requests: (1,T,H,Dv). Each row attends to its own
+    request's keys up to its position.
 
-    asked: transformers' keyword arguments. given: those of `fastattn.attention`, without the mask.
+    cache: to which to write key and value, (1,Hk,T,D). None: the layer has updated the batch's
+    cache, so that key and value are all that rows attend to, unless there is a block table. asked:
+    transformers' keyword arguments. given: those of `fastattn.attention`, without the mask.
     """
+    updated = cache is None
+    cache = _running.get() if updated else cache
     _check(module, cache, asked)
+    _check_update(updated, query, key, asked)
     _reached.add(cache)
-    key, value = cache.update(key, value, module.layer_idx, asked)  # `asked` is now this layer's
+    if not updated:
+        key, value = cache.update(key, value, module.layer_idx, asked)  # `asked` is the layer's now
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if asked.get("block_table") is not None:
         trash = cache.layer_to_allocator[module.layer_idx].write_trash_index
@@ -160,6 +202,19 @@ def _check(module: torch.nn.Module, cache: Any, asked: dict[str, Any]) -> None:
                 f"{name}: got some beside a paged cache, expected none; run this model without "
                 "continuous batching"
             )
+
+
+def _check_update(updated: bool, query: Tensor, key: Tensor, asked: dict[str, Any]) -> None:
+    """Raise unless the layer has updated the cache, or the cache is given and nothing has."""
+    done = not isinstance(asked["cu_seq_lens_k"], dict)  # an update puts the layer's own there
+    gathered = done and asked.get("block_table") is None  # else keys are the new ones alone
+    if done != updated or not (gathered or key.shape[2] == query.shape[2]):
+        raise NotImplementedError(
+            f"cache: got a paged one that is {'' if done else 'not '}updated, and "
+            f"{key.shape[2]} keys of {query.shape[2]} rows, expected it updated by the layer and "
+            "not given to attention, or given and not updated, as in transformers "
+            f"{' or '.join(VERSIONS)}; run this model without continuous batching"
+        )
 
 
 def _ending(offsets: Tensor, total: int) -> Tensor:

@@ -18,21 +18,16 @@ from torch import Tensor
 from ..api import attention
 from ..selection.attend import BLOCKS, attention_selected
 from ..selection.indexer import lightning_index
+from . import transformers_forms
 from .transformers_masks import StructuredMask
 
 EXPRESSED = {"causal", "key_lengths"}  # the arguments of a mask that the calls here take
-# Lines of an indexer's `forward`, beside which it only splits q and k and joins them again.
-_LINES = (
-    "q = self.wq_b(q_resid)",
-    "q = q.view(batch_size, seq_len, self.n_heads, self.head_dim)",
-    "k = self.k_norm(self.wk(hidden_states)).unsqueeze(2)",
-    "torch.split(q, [self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim], dim=-1)",
-    "q = torch.cat([q_rot, q_pass], dim=-1)",
-    "torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1)) * self.softmax_scale",
-    "self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * "
-    "(self.n_heads**-0.5)",
-    "index_scores.topk(topk, dim=-1).indices",
-)
+# Forms of an indexer's `forward`: does it choose keys as `_choose` does?
+_FORMS = {
+    "5800f509c618b0c0": True,  # DeepSeek-V3.2, GLM-MoE-DSA, A.X K2, dots3_note
+    "9a9c1615247384a4": False,  # HY-V4
+    "587a9aea26922e5c": False,  # MiniMax-M3, which has no mask there
+}
 _ROTATES = r"q_rot, k_rot = (\w+)\(q_rot, k_rot, cos, sin, unsqueeze_dim=2\)"
 
 
@@ -78,45 +73,47 @@ def selected_mask(indices: Tensor, block: int, keys: int, heads: int) -> Tensor:
 
 @functools.cache
 def indexers(kind: type) -> list[Any]:
-    """The classes beside a model that choose keys by a mask: they get it as `attention_mask`."""
+    """The classes beside a model that choose keys by a mask: they get it as `attention_mask`.
+    Raises ValueError for one of another form."""
     found = []
     for x in vars(sys.modules.get(kind.__module__)).values():
-        named = isinstance(x, type) and x.__name__.endswith("Indexer") and "forward" in vars(x)
-        if named and "attention_mask" in inspect.signature(x.forward).parameters:
+        if not (isinstance(x, type) and x.__name__.endswith("Indexer") and "forward" in vars(x)):
+            continue
+        forward = getattr(x.forward, "made_by_fastattn_of", x.forward)
+        if transformers_forms.form(forward) not in _FORMS:
+            raise transformers_forms.unknown(forward)
+        if "attention_mask" in inspect.signature(forward).parameters:
             found.append(x)
     return found
 
 
 def choosing(original: Callable) -> Callable:
     """Wrap an indexer's `forward`: a mask that fastattn made is made dense, or is not needed."""
-    rotate = _rotation(original)
+    rotate = _rotation(original) if _FORMS[str(transformers_forms.form(original))] else None
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def forward(self, hidden_states, q_resid, position_embeddings, attention_mask, *args, **kwargs):
-        mask = attention_mask
-        given = hidden_states, q_resid, position_embeddings
+    def forward(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs)
+        mask = given.arguments["attention_mask"]
         if not isinstance(mask, StructuredMask):
-            return original(self, *given, mask, *args, **kwargs)
+            return original(self, *args, **kwargs)
         if rotate is None or mask.starts is not None or not mask.arguments.keys() <= EXPRESSED:
-            return original(self, *given, mask.exact(), *args, **kwargs)
-        cache = kwargs.get("past_key_values", args[1] if len(args) > 1 else None)
-        return _choose(self, rotate, *given, cache, mask.arguments)
+            given.arguments["attention_mask"] = mask.exact()
+            return original(*given.args, **given.kwargs)
+        given.apply_defaults()
+        _, hidden_states, q_resid, position_embeddings, _, _, cache = given.arguments.values()
+        return _choose(self, rotate, hidden_states, q_resid, position_embeddings, cache, mask)
 
     marked: Any = forward
     marked.made_by_fastattn_of = original
     return marked
 
 
-def _rotation(forward: Callable) -> Callable | None:
-    """The function that rotates q and k in a `forward` of the known form; None for another form."""
-    try:
-        source = inspect.getsource(forward)
-    except (OSError, TypeError):
-        return None
-    found = re.findall(_ROTATES, source)
-    if len(found) != 1 or any(line not in source for line in _LINES):
-        return None
-    return getattr(sys.modules[forward.__module__], found[0], None)
+def _rotation(forward: Callable) -> Callable:
+    """The function that rotates q and k in a `forward` of the known form."""
+    (name,) = re.findall(_ROTATES, inspect.getsource(forward))
+    return getattr(sys.modules[forward.__module__], name)
 
 
 @torch.no_grad()
@@ -127,7 +124,7 @@ def _choose(
     q_resid: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     cache: Any,
-    arguments: dict[str, Any],
+    mask: StructuredMask,
 ) -> Tensor:
     """The indexer's `forward`, with `lightning_index` in place of its scores and their top-k."""
     rope = indexer.qk_rope_head_dim
@@ -138,8 +135,14 @@ def _choose(
     k = k.squeeze(2)
     if cache is not None:
         k = cache.update_indexer(k, indexer.layer_idx)
+    if k.shape[1] != mask.shape[-1]:
+        raise ValueError(
+            f"cache: got {k.shape[1]} keys of the indexer, expected {mask.shape[-1]}, as its mask "
+            "has: a cache that is already updated, or is not given, chooses other keys; leave "
+            "this model at 'eager' or 'sdpa'"
+        )
     weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
     weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
     count = min(indexer.index_topk, k.shape[1])
     q, weights = q.transpose(1, 2), weights.transpose(1, 2)
-    return lightning_index(q, k.to(q.dtype), weights, count, **arguments).squeeze(1)
+    return lightning_index(q, k.to(q.dtype), weights, count, **mask.arguments).squeeze(1)

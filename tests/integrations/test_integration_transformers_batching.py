@@ -302,7 +302,8 @@ def test_every_argument():
     )
     for window in (None, 4):
         out, weights = transformers_attention.attend(
-            MODULE, q, k, v, None, sliding_window=window, cache=Given(k, v), **given, **packed
+            *(MODULE, q, k[:, :, -T:], v[:, :, -T:], None),
+            **dict(sliding_window=window, cache=Given(k, v), **given, **packed),
         )
         assert out.shape == (1, T, 4, 8) and weights is None
         places = zip(

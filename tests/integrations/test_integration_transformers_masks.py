@@ -50,7 +50,10 @@ def packed(N, inside):
     positions = torch.cat([torch.arange(n) for n in (5, 1, N - 6)]).expand(3, -1).clone()
     positions[1] = torch.arange(N)
     which = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-    return masks.packed_sequence_compatibility_function(inside, positions, which)
+    return masks.and_masks(
+        masks.packed_sequence_mask_function(which),
+        masks.remap_positions_for_packed_sequence(inside, positions),
+    )
 
 
 KINDS = {
@@ -301,6 +304,8 @@ STRANGERS = {
 def test_models_that_never_call_attention(name, registered):
     """Construction with "fastattn" raises, setting it later changes nothing, and a call raises if
     the config was changed directly."""
+    if name in FAMILY and FAMILY[name].is_here():
+        pytest.skip("in this transformers it calls attention")
     config = getattr(transformers, f"{name}Config")(**STRANGERS[name] | SMALL)
     kind = getattr(transformers, f"{name}ForCausalLM")
     with pytest.raises(ValueError, match=f"{name}ForCausalLM, expected a model whose attention"):

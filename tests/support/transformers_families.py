@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 from typing import NamedTuple
 
 import torch
@@ -70,13 +71,20 @@ SPEECH |= dict(num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4)
 class Family(NamedTuple):
     """name: the prefix of its class names, before Config. model: the suffix of the model's class.
     given: the model's input, "text", "encoded" text, "pair" of texts, "pixels" or "waves".
-    features: the features of its attention."""
+    features: the features of its attention. since: the first transformers in which its attention
+    goes through the interface."""
 
     name: str
     model: str
     config: dict
     given: str = "text"
     features: str = ""
+    since: tuple[int, ...] = ()
+
+    def is_here(self) -> bool:
+        """Whether the installed transformers is not older than `since`."""
+        version = importlib.metadata.version("transformers").split(".")[:2]
+        return tuple(map(int, version)) >= self.since
 
 
 CAUSAL, BARE = "ForCausalLM", "Model"
@@ -96,6 +104,7 @@ FAMILIES = [
     Family("Gemma3", CAUSAL, SIZES | GROUPED | LOCAL, features="window"),
     Family("GptOss", CAUSAL, SIZES | GROUPED | LOCAL | EXPERTS, features="GQA, window, sinks"),
     Family("GPT2", "LMHeadModel", GPT2),
+    Family("GPTJ", CAUSAL, GPT2 | dict(rotary_dim=8), since=(5, 24)),
     Family("GPTNeoX", CAUSAL, SIZES),
     Family("OPT", CAUSAL, SIZES | dict(ffn_dim=96, word_embed_proj_dim=64)),
     Family("Phi", CAUSAL, SIZES),
