@@ -1,6 +1,6 @@
 """Verify fused attention against the float64 oracle, then time it against its peers.
 
-python -m bench            the quick sweep, under three minutes on two cores
+python -m bench            the quick sweep, under two minutes on two cores
 python -m bench --help     every command
 
 masks.py cases.py          the measured cases: kinds of mask, sizes, passes, the grids of a sweep

@@ -63,7 +63,7 @@ Add = Callable[..., argparse.ArgumentParser]
 def _add_measurements(add: Add) -> None:
     sweep = add("sweep", "every length, head dim, mask, dtype and pass of a grid")
     size = sweep.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="under three minutes; the default")
+    size.add_argument("--quick", action="store_true", help="under two minutes; the default")
     size.add_argument("--full", action="store_true", help="every length and head dim")
     sweep.add_argument("--dims", type=int, nargs="+", metavar="D")
     sweep.add_argument("--masks", nargs="+", choices=tuple(MASKS))

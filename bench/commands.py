@@ -373,6 +373,7 @@ def _finish(result: Result, options: Options) -> int:
         # An incomplete run never replaces a committed file.
         complete = options.save and result["complete"]
         results.save(result, options.output or (results.FOLDER / ("" if complete else "local")))
+    _print(console.conclusion(result))
     rows = [row for section in ("tiny", "cells", "modules", *races) for row in result[section]]
     failed = any(row["status"] != "ok" for row in rows)
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])

@@ -104,7 +104,7 @@ class Race:
             return {"failed": True, "reason": heat.verdicts[SUBJECT].reason}
         with around():
             limits = limits if not self.isa else _remeasured(limits, self.case.dtype)
-        seconds = run.totals(heat.laps[0][2], self.what)
+        seconds = run.totals(heat.laps[0].samples, self.what)
         figures = run.figures(self.case, self.what, 1, seconds[SUBJECT], limits)
         percents = {PEAK: figures["percent_of_peak"], READ: figures["percent_of_read"]}
         nearest = max(percents, key=lambda limit: percents[limit] or 0)
@@ -139,7 +139,7 @@ class Scaling:
         heat = race(contenders, self.what, [(None, timing.WALL_TIME)])
         if wrong := next((x.reason for x in heat.verdicts.values() if x.reason), ""):
             return {"failed": True, "reason": wrong}
-        seconds = run.totals(heat.laps[0][2], self.what)
+        seconds = run.totals(heat.laps[0].samples, self.what)
         ratio = run.ratio(seconds[RIVAL], seconds[SUBJECT])["median"]
         return {"measured": ratio, "ratio": ratio, "reason": ""}
 

@@ -48,7 +48,7 @@ def line(dtype: str, d: int, n: int, seconds: float) -> str:
     heat = run.race(contenders, FORWARD, [(1, timing.THREAD_TIME)], seconds, judges)
     if wrong := [f"{name}: {x.reason}" for name, x in heat.verdicts.items() if x.reason]:
         return f"failed: {dtype} D{d} N{n}: {'; '.join(wrong)}"
-    laps = run.totals(heat.laps[0][2], FORWARD)
+    laps = run.totals(heat.laps[0].samples, FORWARD)
 
     def ratio(first: tuple[str, str], second: tuple[str, str]) -> float:
         return run.ratio(laps[names[first]], laps[names[second]])["median"]

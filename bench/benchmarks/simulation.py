@@ -19,6 +19,7 @@ from fastattn.distributed import cost_model, layout
 from fastattn.distributed.cost_model import UNLIMITED, CallSizes, Cost, Step
 from fastattn.distributed.machines import H100, Machine
 
+from ..plots.plot_speed import title
 from ..reporting import simulated_page
 
 PAGE, PICTURE = "distributed-simulation.txt", "distributed-simulation.png"
@@ -196,10 +197,10 @@ def draw(
         axis.invert_yaxis()
     handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.suptitle(
+    title(
+        figure,
         "The strategy that takes the least time, and % of the kernels' rate: simulated, H100,\n"
         f"{HEADS} heads on {KEY_HEADS}, D = {DIM}, bfloat16, forward and backward",
-        fontsize=10,
     )
     return figure
 

@@ -82,7 +82,7 @@ def _record(case: Case, what: str, heat: run.Heat) -> Record:
     cell = {"dtype": case.dtype, "mask": case.mask, "N": case.N, "pass": what, "reason": reason}
     if reason or not heat.laps:
         return cell | {"status": "failed", "rounds": 0, "ms": {}, "ratio": None}
-    seconds = run.totals(heat.laps[0][2], what)
+    seconds = run.totals(heat.laps[0].samples, what)
     ms = {name: 1e3 * timing.quartiles(values)["median"] for name, values in seconds.items()}
     ratio = run.ratio(seconds[SUBJECT], seconds[FLUSHED])
     return cell | {"status": "ok", "rounds": len(seconds[SUBJECT]), "ms": ms, "ratio": ratio}

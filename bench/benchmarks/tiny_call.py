@@ -81,7 +81,8 @@ def _measure(
             errors |= failed
             laps = {name: [x[0] / CALLS for x in rounds] for name, rounds in samples.items()}
             row = {name: _microseconds(laps, name) for name in laps}
-            timings.append({"pass": what, "threads": count, "clock": clock.name, "peers": row})
+            about = {"threads": count, "clock": clock.name, "others": clock.others}
+            timings.append({"pass": what, **about, "peers": row})
     if device == "cuda":
         torch.cuda.synchronize()
     return {"case": "B1 H2 N8 D16 float32", "timings": timings, "errors": errors}

@@ -22,7 +22,7 @@ import fastattn
 from ..cases import BOTH, DTYPES, FORWARD, TRAINING
 from ..measure import timing
 from ..measure.run import ratio
-from ..reporting.console import spread
+from ..reporting.console import busy, spread
 
 Record = dict[str, Any]
 N, HEADS, DIM = 1024, 8, 64  # of packed batches: eight sequences
@@ -140,6 +140,7 @@ def measure(race: Race, seconds: float = SECONDS, threads: int | None = None) ->
         programs = {name: (lambda _, f=f: f(),) for name, f in sides.items()}
         clock = timing.THREAD_TIME if threads == 1 else timing.WALL_TIME
         samples = timing.interleaved(programs, clock, seconds)
+    row["others"] = clock.others
     laps = {name: [x[0] for x in rounds] for name, rounds in samples.items()}
     ms = {name: 1e3 * timing.quartiles(x)["median"] for name, x in laps.items()}
     if race.rule == "at most":
@@ -174,7 +175,8 @@ def line(row: Record) -> str:
         return f"FAILED: {name}, not timed: {row['reason']}"
     found, ms = row["ratio"], row["ms"]
     aim = f"{row['rule']} {row['aim']:g}: {'met' if row['met'] else 'MISSED'}"
-    return f"{name}: {spread(found)}, {aim}; {ms['ours']:.2f} and {ms['other']:.2f} ms"
+    aim = "busy" if busy(row) else f"{spread(found)}, {aim}"
+    return f"{name}: {aim}; {ms['ours']:.2f} and {ms['other']:.2f} ms"
 
 
 def _padded(x: Tensor, lengths: Sequence[int]) -> Tensor:

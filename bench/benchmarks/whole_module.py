@@ -88,7 +88,8 @@ def _mode(
                 row[peer]["host_ms"] = 1e3 * sum(host[i] for i in run.PARTS[mode.what])
         if BASELINE in laps:
             row[BASELINE]["speedup"] = run.ratio(laps[BASELINE], laps[SUBJECT])
-        timings.append({"threads": count, "clock": clock.name, "peers": row})
+        about = {"threads": count, "clock": clock.name, "others": clock.others}
+        timings.append({**about, "peers": row})
     return {
         "mode": name,
         "pass": mode.what,

@@ -34,6 +34,7 @@ class ProcessTime:
     """The clock of timing.interleaved: a program is the `sample` of a worker."""
 
     name, unmeasured = "process CPU time", 0.0
+    others: float | None = None
 
     def sample(self, program: timing.Program, loops: int) -> list[float]:
         return [phase(loops) for phase in program]

@@ -25,6 +25,12 @@ SETTINGS = re.compile(
     r"^(OMP|MKL|ONEDNN|DNNL|KMP|GOMP|ATEN)_|^FASTATTN_(CPU_ISA|FLOAT32)$|^CUDA_VISIBLE_DEVICES$"
 )
 AMX, FULL, HALF, NARROW = "AMX", "full-width AVX-512", "half-width AVX-512", "AVX2 or less"
+WIDEST = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512, no AMX",
+    "avx512": "AVX-512, no AMX",
+    "avx2": "AVX2, no AVX-512",
+}
 PACKAGES = ("fastattn", "triton", "numpy", "matplotlib")
 
 _MKL_PROBE = """
@@ -82,8 +88,7 @@ def words(machine: dict[str, Any]) -> str:
     cpu = machine["cpu"]
     found = chip(cpu["vendor"], cpu["family"], cpu["number"])
     if found is None:
-        name = re.sub(r"\(R\)|\(TM\)|\bCPU\b|\bProcessor\b|@.*|\d+-Core", " ", machine["name"])
-        name = " ".join(name.split()) or "CPU"
+        name = _spoken(machine["name"])
         tiles = " with AMX" if cpu["amx"] else ""
         return name if re.search(r"\d", name) else f"{name}{tiles}, model hidden"
     amx = ", AMX" if cpu["amx"] else ""
@@ -98,6 +103,21 @@ def units(cpu: dict[str, Any]) -> str:
         return NARROW
     found = chip(cpu["vendor"], cpu["family"], cpu["number"])
     return HALF if found and found.vector_bits < 512 else FULL
+
+
+def kind(machine: dict[str, Any]) -> str:
+    """The class of the machine that a reader may compare with: what its system calls the chip, and
+    the widest instructions that serve there: "Intel Xeon with AVX-512, no AMX"."""
+    if machine["device"] != "cpu":
+        return machine["name"]
+    best = next(iter(machine["cpu"]["isas"]), "none of our kernels")
+    return f"{_spoken(machine['name'])} with {WIDEST.get(best, best)}"
+
+
+def _spoken(name: str) -> str:
+    """A model name without marks and clock: Intel Xeon of Intel(R) Xeon(R) Processor."""
+    name = re.sub(r"\(R\)|\(TM\)|\bCPU\b|\bProcessor\b|@.*|\d+-Core", " ", name)
+    return " ".join(name.split()) or "CPU"
 
 
 def slug(machine: dict[str, Any]) -> str:

@@ -40,12 +40,22 @@ class Contender(NamedTuple):
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
+class Lap(NamedTuple):
+    """Seconds per call and phase, by name and round, at one thread count; with the clock's name and
+    its `others`."""
+
+    threads: int | None
+    clock: str
+    others: float | None
+    samples: dict[str, list[list[float]]]
+
+
 class Heat(NamedTuple):
-    """The result of a race. `laps` are seconds per call, by thread count, name and round. `hosts`
-    are seconds to submit each phase, by name, if a device was timed."""
+    """The result of a race: a lap for each thread count. `hosts` are seconds to submit each phase,
+    by name, if a device was timed."""
 
     verdicts: dict[str, Verdict]
-    laps: list[tuple[int | None, str, dict[str, list[list[float]]]]]  # threads, clock, name: rounds
+    laps: list[Lap]
     scope: str
     hosts: dict[str, list[float]]
 
@@ -185,7 +195,7 @@ def race(
         verdicts |= {name: Verdict(reason) for name, reason in reasons.items()}
         if SUBJECT not in samples:
             return Heat(verdicts, [], scope, {})
-        laps.append((threads, clock.name, samples))
+        laps.append(Lap(threads, clock.name, clock.others, samples))
         hosts = {name: host for name in samples if (host := clock.host(programs[name]))}
     return Heat(verdicts, laps, scope, hosts)
 
@@ -259,11 +269,12 @@ def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
             "load": load(),
             "timings": [
                 {
-                    "threads": threads,
-                    "clock": clock,
-                    **_summary(case, what, threads, laps, heat.hosts, limits),
+                    "threads": lap.threads,
+                    "clock": lap.clock,
+                    "others": lap.others,
+                    **_summary(case, what, lap.threads, lap.samples, heat.hosts, limits),
                 }
-                for threads, clock, laps in heat.laps
+                for lap in heat.laps
             ],
         }
     )

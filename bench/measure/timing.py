@@ -7,10 +7,12 @@ import contextlib
 import functools
 import gc
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +30,9 @@ SLEEP = (2e-4, 2e-2)  # sleep of the device before a phase, in s: added to twice
 class Clock(Protocol):
     name: str
     unmeasured: float  # approximate unmeasured seconds per call
+    # What other processes took of all cores' time while `interleaved` last used this clock; None
+    # where the system does not count it.
+    others: float | None
 
     def sample(self, program: Program, loops: int) -> list[float]:
         """Seconds per call of each phase, averaged over loops calls."""
@@ -43,6 +48,7 @@ class HostClock:
     """Times with one of Python's clocks: time.thread_time or time.perf_counter."""
 
     unmeasured = 0.0
+    others: float | None = None
 
     def __init__(self, name: str, now: Callable[[], float]):
         self.name, self.now = name, now
@@ -71,6 +77,7 @@ class DeviceClock:
 
     name = "device events"
     unmeasured = SLEEP[0] + 1e-4  # the device sleeps, and empties its cache
+    others: float | None = None
 
     def __init__(self, cuda: Any = torch.cuda, now: Callable[[], float] = time.perf_counter):
         self.cuda, self.now = cuda, now
@@ -181,6 +188,7 @@ def interleaved(
     order = list(programs)
     collecting = gc.isenabled()
     gc.disable()
+    before = _seconds_used()
     try:
         end = time.perf_counter() + 3 * seconds
         for i in range(rounds):
@@ -189,10 +197,31 @@ def interleaved(
             for name in order:
                 samples[name].append(sample(name, loops[name]))
             order.reverse()  # no peer always runs after the same one
+        clock.others = _share_of_others(before, _seconds_used())
     finally:
         if collecting:
             gc.enable()
     return samples
+
+
+def _seconds_used() -> tuple[float, float, float] | None:
+    """CPU seconds of all processes and of this one, and seconds; None where not counted."""
+    try:
+        line = Path("/proc/stat").read_text().partition("\n")[0]
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, line.split()[1:9])
+    ticks = user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK"), time.process_time(), time.perf_counter()
+
+
+def _share_of_others(
+    before: tuple[float, float, float] | None, after: tuple[float, float, float] | None
+) -> float | None:
+    if not before or not after:
+        return None
+    used, ours, wall = (y - x for x, y in zip(before, after))
+    return min(1.0, max(0.0, (used - ours) / (wall * (os.cpu_count() or 1))))
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:

@@ -10,12 +10,13 @@ from typing import Any
 from ..cases import BACKWARD, FORWARD
 from ..masks import MASKS
 from ..reporting.console import first_threads, speedup_of, timing_of
-from .plot_speed import length_label, where
+from .plot_speed import length_label, title, where
 
 Record = dict[str, Any]
 
 WIDEST = 8.0  # ratio at which the colour is full; its inverse is the other end
 CELL_INCHES = (0.56, 0.26)
+LEAST_INCHES = 4.0  # of the title
 
 
 def draw(result: Record, new: Callable[..., Any]) -> Any:
@@ -37,7 +38,7 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
     width, height = CELL_INCHES
     heights = [len(rows[dtype]) for dtype in dtypes]
     figure = new(
-        len(passes) * (width * len(lengths) + 1.2) + 0.4,
+        max(LEAST_INCHES, len(passes) * (width * len(lengths) + 1.2) + 0.4),
         height * sum(heights) + 0.6 * len(dtypes) + 0.7,
     )
     axes = figure.subplots(len(dtypes), len(passes), squeeze=False, height_ratios=heights)
@@ -53,7 +54,7 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
             axes[i][j].set_yticks(range(len(names)), names)
     for axis in axes[-1]:
         axis.set_xlabel("sequence length N", fontsize=9)
-    figure.suptitle(f"Times as fast as torch.\n{where(result, threads)}", fontsize=10)
+    title(figure, f"Times as fast as torch.\n{where(result, threads)}")
     return figure
 
 

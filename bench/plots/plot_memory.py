@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..measure.machine import words
-from .plot_speed import SMALL, colors_of, length_axis
+from .plot_speed import SMALL, colors_of, length_axis, title
 
 Record = dict[str, Any]
 LENGTHS = 2  # fewer show no growth
@@ -50,5 +50,5 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, **SMALL)
     machine, version = words(result["machine"]), result["versions"]["torch"]
     sizes = "B{B} H{H} D{D} {dtype}".format(**rows[0])
-    figure.suptitle(f"Memory beyond the inputs, {sizes}.\n{machine}, torch {version}", fontsize=10)
+    title(figure, f"Memory beyond the inputs, {sizes}.\n{machine}, torch {version}")
     return figure

@@ -4,6 +4,7 @@ mask."""
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ OTHER_COLORS = ("#30638e", "#edae49", "#6d597a", "#56a3a6", "#8d6a9f", "#b5651d"
 SMALL = {"fontsize": 9, "columnspacing": 1.2, "handlelength": 1.8}
 STYLES = {FORWARD: "-", TRAINING: ":"}
 PANEL_INCHES = (2.35, 2.0)  # four panels side by side fill a README's width
+LABEL_INCHES = 2.1  # of an entry of the legend
+TITLE_POINTS, LETTER_INCHES, LINE_INCHES = 10, 0.085, 0.17  # of a title, with its margins
 POINTS = 3  # fewer lengths make no line
 
 
@@ -121,10 +124,19 @@ def _legend(figure: Any, axes: Any, result: Record, threads: int | None) -> None
         entries |= dict(zip(labels, handles, strict=True))
     limit = "matmul" if result["machine"]["device"] == "cuda" else "register-loop peak"
     labels = [limit if label == "peak" else label for label in entries]
+    columns = min(5, int(figure.get_figwidth() / LABEL_INCHES))
     figure.legend(
-        entries.values(), labels, loc="outside lower center", ncols=5, frameon=False, **SMALL
+        entries.values(), labels, loc="outside lower center", ncols=columns, frameon=False, **SMALL
     )
-    figure.suptitle(f"Useful GF/s, more is better. {where(result, threads)}", fontsize=10)
+    title(figure, f"Useful GF/s, more is better.\n{where(result, threads)}")
+
+
+def title(figure: Any, text: str) -> None:
+    """A title of the whole figure, in lines no wider than it. Lines beyond two make it higher."""
+    width = int(figure.get_figwidth() / LETTER_INCHES)
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
+    figure.suptitle("\n".join(lines), fontsize=TITLE_POINTS)
+    figure.set_figheight(figure.get_figheight() + LINE_INCHES * max(0, len(lines) - 2))
 
 
 def where(result: Record, threads: int | None) -> str:

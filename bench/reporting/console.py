@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 from ..benchmarks import subnormal_cost
 from ..cases import FORWARD, PASSES
 from ..masks import MASKS
-from ..measure.machine import words
+from ..measure.machine import kind, words
 from ..peers.registry import BASELINE, SUBJECT
 
 Record = dict[str, Any]
 Result = dict[str, Any]
 RULE = {None: "the GPU, device events", 1: "one thread, thread CPU time"}
 MANY = "threads, wall time"
+BUSY = 0.1  # of the cores' time: what other processes may take beside a measured wall time
 
 
 def timing_of(cell: Record, threads: int | None) -> Record:
@@ -27,6 +29,11 @@ def timing_of(cell: Record, threads: int | None) -> Record:
 def speedup_of(entry: Record, peer: str = BASELINE) -> Record | None:
     """Quartiles of our speed-up over a peer; None if it was not timed."""
     return entry.get("peers", {}).get(peer, {}).get("speedup")
+
+
+def busy(timing: Record) -> bool:
+    """Whether other processes used the cores during these wall times, which then say nothing."""
+    return (timing.get("threads") or 1) > 1 and (timing.get("others") or 0) > BUSY
 
 
 def first_threads(cells: Sequence[Record]) -> int | None:
@@ -125,8 +132,9 @@ def _entry(cell: Record | None, threads: int | None, every: int | None) -> str:
     text = _number(ours["gflops"]) + _number(baseline["gflops"] if baseline else None)
     text += _speedup(speedup_of(entry)) + (f"{percent:4.0f}" if percent else "   -")
     if every:
-        other = speedup_of(timing_of(cell, every))
-        text += f"{other['median']:7.2f}" if other else "      -"
+        timed = timing_of(cell, every)
+        other = speedup_of(timed)
+        text += f"{'busy':>7}" if busy(timed) else f"{other['median']:7.2f}" if other else "      -"
     return text
 
 
@@ -167,8 +175,8 @@ def small_table(cells: list[Record], reading: bool = False) -> Iterator[str]:
             text = f"{title(cell) + threads:56}{ours['median_ms']:9.3f}"
             text += f"{baseline['median_ms']:9.3f}" if baseline else f"{'-':>9}"
             ratio = speedup_of(entry)
-            text += f"{ratio['median']:7.2f}" if ratio else f"{'-':>7}"
-            text += host(ours)
+            number = f"{ratio['median']:.2f}" if ratio else "-"
+            text += f"{'busy' if busy(entry) else number:>7}{host(ours)}"
             if reading:
                 percent = ours["percent_of_read"]
                 text += f"{ours['kv_gbs']:7.1f}" + (f"{percent:9.0f}%" if percent else "")
@@ -184,6 +192,7 @@ def module_line(record: Record) -> str:
         times = (f"{x} {row['median_ms']:.1f} ms{host(row)}" for x, row in entry["peers"].items())
         ratio = speedup_of(entry)
         faster = f", {ratio['median']:.2f}x" if ratio else ""
+        faster = ", busy" if busy(entry) else faster
         parts.append(f"{clock_of(entry['threads'])}: {', '.join(times)}{faster}")
     return f"{name}: {'; '.join(parts)}"
 
@@ -264,7 +273,8 @@ def _microseconds(name: str, row: Record) -> str:
 def summary(result: Result) -> Iterator[str]:
     yield ""
     for entry in result["overhead"]["timings"] if result["overhead"] else ():
-        times = [_microseconds(name, row) for name, row in entry["peers"].items()]
+        timed = () if busy(entry) else entry["peers"].items()
+        times = [_microseconds(name, row) for name, row in timed] or ["busy"]
         errors = result["overhead"]["errors"].items()
         times += [f"{name} FAILED, not timed: {error}" for name, error in errors if error]
         case, what = result["overhead"]["case"], entry.get("pass", FORWARD)
@@ -276,6 +286,7 @@ def summary(result: Result) -> Iterator[str]:
         yield f"{dtype} error against float64, geometric mean: {', '.join(errors)}"
     yield from _peers(result["cells"])
     yield from _hosts(result["cells"])
+    yield from _busy(result["cells"])
     yield from _backends(result["cells"])
     rest = "" if result["complete"] else "; interrupted, the rest was not measured"
     if result["targets"]:
@@ -294,6 +305,23 @@ def summary(result: Result) -> Iterator[str]:
     if result["cells"]:
         failed = sum(cell["status"] != "ok" for cell in result["cells"])
         yield f"{len(result['cells'])} cells verified, {failed} failed{rest}"
+
+
+def conclusion(result: Result) -> Iterator[str]:
+    """The last lines of a run: the median ratio, the best and the worst row, the machine."""
+    threads = first_threads(result["cells"])
+    rows = [
+        (ratio["median"], title(cell))
+        for cell in result["cells"]
+        if (ratio := speedup_of(timing_of(cell, threads)))
+    ]
+    if rows:
+        (best, first), (worst, last) = max(rows), min(rows)
+        median = statistics.median(ratio for ratio, _ in rows)
+        of = f"the median of {len(rows)} rows, {clock_of(threads)}"
+        yield f"\n{median:.2f} times as fast as torch: {of}"
+        yield f"best {best:.2f}: {first}; worst {worst:.2f}: {last}"
+        yield kind(result["machine"])
 
 
 def accuracy(cells: list[Record]) -> dict[str, dict[str, float]]:
@@ -333,6 +361,16 @@ def _hosts(cells: list[Record]) -> Iterator[str]:
         timed = [row[peer] for row in rows if peer in row and "host_ms" in row[peer]]
         if count := sum(map(bound_by_host, timed)):
             yield f"{peer}: bound by the host in {count} of {len(timed)} cells"
+
+
+def _busy(cells: list[Record]) -> Iterator[str]:
+    """For each number of threads, how many ratios are left out."""
+    counts = Counter(t["threads"] for cell in cells for t in cell["timings"] if busy(t))
+    for threads, count in counts.items():
+        yield (
+            f"busy: other processes took more than {BUSY:.0%} of the cores in {count} of "
+            f"{len(cells)} cells on {threads} threads; their wall times are in the file alone"
+        )
 
 
 def _backends(cells: list[Record]) -> Iterator[str]:

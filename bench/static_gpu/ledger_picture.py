@@ -9,6 +9,7 @@ from typing import Any
 from fastattn.examples.common import new_figure
 
 from ..plots import pictures
+from ..plots.plot_speed import title
 from . import ledger_page
 
 COLORS = {
@@ -34,10 +35,10 @@ def draw(rows: Sequence[Any], path: Path) -> Iterator[str]:
             axis.set_title(f"{what}, sm_{arch}", fontsize=11, loc="left")
     for row in axes:
         row[0].set_ylabel("instructions")
-    figure.suptitle(
+    title(
+        figure,
         "Instructions per 64 × 64 scores, fewer is better; above, the percent of the tensor peak "
         "that the busiest unit allows",
-        fontsize=10,
     )
     return pictures.written(iter([(figure, path)]))
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from bench.__main__ import main
-from bench.benchmarks import (
-    peak_memory,
-)
+from bench.benchmarks import peak_memory, varlen
 from bench.masks import MASKS
-from bench.measure import machine
+from bench.measure import machine, timing
 from bench.peers.registry import BASELINE, SUBJECT
 from bench.plots import pictures, plot_readme
-from bench.reporting import comparison, results, results_page
+from bench.reporting import comparison, console, results, results_page
 from fastattn.examples.common import new_figure
 from tests.bench.test_bench_targets import _target
 from tests.support.bench_helpers import case, cells, know_ceilings
@@ -105,6 +105,75 @@ def test_plot_draws_every_picture(files):
     for suffix in pictures.PICTURES:
         picture = files[0].with_name(f"a{suffix}.png")
         assert picture.read_bytes().startswith(b"\x89PNG"), suffix
+
+
+def test_a_run_ends_with_its_ratios_and_the_machine(sweep):
+    result = copy.deepcopy(sweep)
+    ratios = [0.5, 3.0, *[1.25] * (len(result["cells"]) - 2)]
+    for cell, ratio in zip(result["cells"], ratios, strict=True):
+        cell["timings"][0]["peers"][BASELINE]["speedup"]["median"] = ratio
+    result["machine"]["cpu"]["isas"] = ["avx512", "generic"]
+    result["machine"]["name"] = "Intel(R) Xeon(R) Processor @ 2.3GHz"
+    worst, best = map(console.title, result["cells"][:2])
+    count = f"the median of {len(ratios)} rows, one thread, thread CPU time"
+    assert list(console.conclusion(result)) == [
+        f"\n1.25 times as fast as torch: {count}",
+        f"best 3.00: {best}; worst 0.50: {worst}",
+        "Intel Xeon with AVX-512, no AMX",
+    ]
+    assert list(console.conclusion(result | {"cells": []})) == []
+
+
+def test_wall_times_of_a_busy_machine_are_left_out(sweep):
+    """Eight times torch on two threads that other processes kept from running is no result."""
+    result = copy.deepcopy(sweep)
+    for cell in result["cells"]:
+        (one,) = cell["timings"]
+        ratio = {"speedup": {"q1": 7.77, "median": 7.77, "q3": 7.77}, "median_us": 7.77}
+        peers = {SUBJECT: one["peers"][SUBJECT], BASELINE: one["peers"][BASELINE] | ratio}
+        cell["timings"] += [one | {"threads": 2, "peers": peers}]
+    two = {"threads": 2, "peers": {BASELINE: ratio}}
+    module = {"case": "B1", "mode": "a", "pass": "forward", "status": "ok", "timings": [two]}
+    module["timings"][0]["peers"][BASELINE] |= {"median_ms": 7.77}
+    result["overhead"] = {"case": "B1", "timings": [two], "errors": {}}
+    race = {"what": "a", "dtype": "float32", "pass": "forward", "threads": 2, "status": "ok"}
+    race |= {"ratio": ratio["speedup"], "ms": {"ours": 1.0, "other": 1.0}}
+    race |= {"rule": "at least", "aim": 1.0, "met": True}
+    for others, shown in ((None, True), (0.02, True), (0.5, False)):
+        for timed in (*(cell["timings"][1] for cell in result["cells"]), two, race):
+            timed["others"] = others
+        tables = console.table(result["cells"]), console.small_table(result["cells"])
+        lines = [*map("\n".join, tables), console.module_line(module), varlen.line(race)]
+        lines += ["\n".join(console.summary(result | {"memory": []}))]
+        assert [("7.77" in x, "busy" in x) for x in lines] == [(shown, not shown)] * len(lines)
+
+
+def test_other_processes_are_counted(monkeypatch):
+    """One and a half cores of two, less ours."""
+    cores, begun = os.cpu_count() or 1, (100.0, 10.0, 5.0)
+    ended = 100.0 + cores * 2.0 * 0.75, 10.0 + cores * 2.0 * 0.5, 7.0
+    assert timing._share_of_others(begun, ended) == pytest.approx(0.25)
+    assert timing._share_of_others(None, ended) is None
+    seen = iter([begun, ended])
+    monkeypatch.setattr(timing, "_seconds_used", lambda: next(seen))
+    clock = timing.HostClock("steps", itertools.count().__next__)
+    timing.interleaved({"a": (lambda _: None,)}, clock, 1.0)
+    assert clock.others == pytest.approx(0.25)
+
+
+def test_titles_and_legends_are_inside_of_pictures(sweep):
+    pytest.importorskip("matplotlib")
+    about = sweep["machine"]
+    unknown = about["cpu"] | {"vendor": "unknown"}
+    machine_of_a_long_name = about | {"name": "A processor of a long name " * 3, "cpu": unknown}
+    cells_of_one_panel = [c for c in sweep["cells"] if c["mask"] == "full"]
+    result = sweep | {"machine": machine_of_a_long_name, "cells": cells_of_one_panel}
+    for suffix, draw in pictures.PICTURES.items():
+        figure = draw(result, new_figure)
+        figure.canvas.draw()
+        for part in filter(None, [figure._suptitle, *figure.texts, *figure.legends]):
+            box = part.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, (suffix, part)
 
 
 def test_the_picture_of_the_readme_has_a_mark_for_each_machine_and_a_bar_for_each_engine():
