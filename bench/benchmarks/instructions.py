@@ -49,7 +49,7 @@ def unavailable() -> str | None:
     if reason := libraries.cpu_unavailable():
         return reason
     if "avx2" not in libraries.cpu_isas():
-        return f"this machine has no AVX2: its kernels are {', '.join(libraries.cpu_isas())}"
+        return f"no AVX2, in this machine or build: {', '.join(libraries.cpu_isas())}"
     needed = {"valgrind": shutil.which("valgrind"), "a C compiler": c_compiler()}
     missing = [what for what, path in needed.items() if not path]
     return f"not found: {', '.join(missing)}" if missing else None

@@ -1,17 +1,7 @@
-// The kernels for one instruction set: CMake compiles this file once for each, with FA_ISA as its
-// name. The caller must check first that the machine has the set.
-#if defined(FA_AMX)
-#include "amx/amx_decode.h"
-#include "amx/amx_forward.h"
-#endif
-#include "backward/backward.h"
-#include "backward/backward_jvp.h"
-#include "backward/few_gradients.h"
-#include "backward/paged_gradients.h"
-#include "forward/decode.h"
-#include "forward/forward.h"
-#include "forward/jvp.h"
-#include "forward/weights.h"
+// The kernels for one instruction set: which plan runs a call, the indexer, and functions of vectors.
+// CMake compiles this file and the plans of plans.h once for each set, with FA_ISA as its name. The
+// caller must check first that the machine has the set.
+#include "plans.h"
 #include "selection/lightning_index.h"
 
 namespace fa {
@@ -30,11 +20,11 @@ template <int P>
 Plan plan_with(const Params& p, int64_t pass) {
   switch (pass) {
     case FA_FORWARD:
-      return AmxDecode<P>::suits(p) ? AmxDecode<P>::plan(p) : AmxForward<P>::plan(p);
+      return AmxDecode<P>::suits(p) ? plan_of<AmxDecode<P>>(p) : plan_of<AmxForward<P>>(p);
     case FA_WEIGHTS:
-      return Weights<Amx<P>>::plan(p);
+      return plan_of<Weights<Amx<P>>>(p);
     default:
-      return Backward<Amx<P>>::plan(p);
+      return plan_of<Backward<Amx<P>>>(p);
   }
 }
 
@@ -58,12 +48,6 @@ bool decodes(const Params& p) {
   return !p.row_invariant && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
 }
 #else
-#if defined(FA_BF16_QUADS)
-using Bf16 = QuadBf16;
-#elif defined(FA_BF16_PRODUCTS)
-using Bf16 = PairedBf16;
-#endif
-
 IndexerTasks indexer_tasks(const FaIndexer& p) {
 #if defined(FA_BF16_PRODUCTS)
   if (p.q.dtype == FA_BF16) return indexer_with<Bf16>(p);
@@ -78,53 +62,53 @@ Plan decode_plan(const Params& p) {
   using Single = Plain<float>;
   if constexpr (sizeof(typename Few::Real) == 4) switch (p.k.dtype) {
       case FA_BF16:
-        if constexpr (Few::pair == 1) return Decode<Single, StoredBf16>::plan(p);
+        if constexpr (Few::pair == 1) return plan_of<Decode<Single, StoredBf16>>(p);
         break;
       case FA_F16:
-        return Decode<Single, StoredF16>::plan(p);
+        return plan_of<Decode<Single, StoredF16>>(p);
       case FA_I8:
 #if defined(__AVX2__)
-        if (Int8Rows::suits(p)) return Decode<Single, StoredInt8>::plan(p);
+        if (Int8Rows::suits(p)) return plan_of<Decode<Single, StoredInt8>>(p);
 #endif
-        return Decode<Single, StoredByte<FA_I8>>::plan(p);
+        return plan_of<Decode<Single, StoredByte<FA_I8>>>(p);
       case FA_E4M3:
 #if defined(__AVX512F__)
-        if (E4m3Table::suits(p)) return Decode<Single, StoredE4m3>::plan(p);
+        if (E4m3Table::suits(p)) return plan_of<Decode<Single, StoredE4m3>>(p);
 #endif
-        return Decode<Single, StoredByte<FA_E4M3>>::plan(p);
+        return plan_of<Decode<Single, StoredByte<FA_E4M3>>>(p);
       case FA_E5M2:
-        return Decode<Single, StoredByte<FA_E5M2>>::plan(p);
+        return plan_of<Decode<Single, StoredByte<FA_E5M2>>>(p);
       case FA_I4:
-        return Decode<Single, StoredInt4>::plan(p);
+        return plan_of<Decode<Single, StoredInt4>>(p);
     }
-  return Decode<Few>::plan(p);
+  return plan_of<Decode<Few>>(p);
 }
 
 // `Few` multiplies where lanes are columns: few_rows.h. Where that is another class than Mul, Few is
 // also the Mul of calls of few rows: all passes of a call have the same roundings of scores.
 template <class Mul, class Few = Mul>
 Plan plan_with(const Params& p, int64_t pass) {
-  using Tangent = Jvp<typename Mul::Real>;
+  using Real = typename Mul::Real;
   const bool other_scores = Mul::pair > 1 || FewRows<Few>::suit(p);  // than those of Plain
   switch (pass) {
     case FA_JVP:
-      return Tangent::template plan<false>(p);
+      return plan_of<Jvp<Real>>(p, false);
     case FA_FORWARD_JVP:
       if (other_scores)
         return plan_with<Mul, Few>(p, FA_FORWARD).then(plan_with<Mul, Few>(p, FA_JVP));
-      return Tangent::template plan<true>(p);
+      return plan_of<Jvp<Real>>(p, true);
     case FA_SECOND:
     case FA_SECOND | kOtherScores:
-      return Second<typename Mul::Real>::plan(p, other_scores || pass != FA_SECOND);
+      return plan_of<Second<Real>>(p, other_scores || pass != FA_SECOND);
     case FA_FORWARD:
-      return FewRows<Few>::suit(p) ? decode_plan<Few>(p) : Forward<Mul>::plan(p);
+      return FewRows<Few>::suit(p) ? decode_plan<Few>(p) : plan_of<Forward<Mul>>(p);
     case FA_WEIGHTS:
-      return Weights<Mul>::plan(p);
+      return plan_of<Weights<Mul>>(p);
     case FA_BACKWARD:
-      if (p.page) return PagedGradients<Few>::plan(p);
-      return FewGradients<Few>::suit(p) ? FewGradients<Few>::plan(p) : Backward<Mul>::plan(p);
+      if (p.page) return plan_of<PagedGradients<Few>>(p);
+      return FewGradients<Few>::suit(p) ? plan_of<FewGradients<Few>>(p) : plan_of<Backward<Mul>>(p);
     default:
-      return Backward<Mul>::plan(p);
+      return plan_of<Backward<Mul>>(p);
   }
 }
 

@@ -136,14 +136,21 @@ def test_the_report_has_the_reason_for_the_isa():
     assert found["why"] == libraries.cpu_isa_reason() in show(report())
 
 
+BEST = libraries.cpu_isas()[0] if not libraries.cpu_unavailable() else ""
+NATIVE = {"generic", BEST} | ({"avx512"} if BEST == "amx_bf16" else set())
+
+
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are those of x86-64")
 @pytest.mark.parametrize(
     "sets, built",
     [
         ("", {"generic", *ALL.split(","), "amx_bf16", "amx_model"}),
+        ("all", {"generic", *ALL.split(","), "amx_bf16", "amx_model"}),
         ("avx2", {"generic", "avx2"}),
         ("amx_bf16", {"generic", "avx512", "amx_bf16"}),
         ("avx512_bf16,generic", {"generic", "avx512_bf16"}),
+        ("native", NATIVE),
+        ("native,avx2", NATIVE | {"avx2"}),
     ],
 )
 def test_chosen_sets_are_built(tmp_path, sets, built):
@@ -155,6 +162,29 @@ def test_chosen_sets_are_built(tmp_path, sets, built):
     assert known == built - {"generic"}
 
 
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are those of x86-64")
+def test_the_first_copy_of_an_inline_function_is_the_right_one(tmp_path):
+    """A linker keeps it: one that every machine can run, and of those at -O3 that one."""
+    assert configured(tmp_path, FASTATTN_EXTENSION="off").returncode == 0
+    text = (tmp_path / "build.ninja").read_text()
+    linked = re.search(r"^build libfastattn_cpu\.so: .*?\|", text, re.M)[0].split()
+    flags = dict(re.findall(r"^build (\S+\.o): .*\n(?:  .*\n)*?  FLAGS = (.*)$", text, re.M))
+    objects = [(name, flags[name]) for name in linked if name in flags]
+    assert "library.cpp" in objects[0][0]
+    sets = [re.search(r"DFA_ISA=(\w+)", x)[1] for _, x in objects[1:]]
+    order = ["generic", *reversed(ALL.split(",")[:-1]), "amx_bf16", "amx_model"]
+    assert sets == sorted(sets, key=order.index) and set(sets) == set(order)
+    for isa in order:
+        levels = [re.findall(r"-O(\d)", x)[-1] for _, x in objects if f"FA_ISA={isa} " in x]
+        assert levels == sorted(levels, reverse=True) and len(levels) > 3, isa
+
+
 def test_an_unknown_set_is_named(tmp_path):
     done = configured(tmp_path, FASTATTN_ISAS="avx2,sse", FASTATTN_EXTENSION="off")
     assert done.returncode and "got 'sse', expected some of generic, avx2" in done.stderr
+
+
+def test_another_machine_has_no_native_set(tmp_path):
+    other = "-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={os.uname().machine}"
+    done = configured(tmp_path, *other, FASTATTN_ISAS="native", FASTATTN_EXTENSION="off")
+    assert done.returncode and "got 'native' in a build for another machine" in done.stderr

@@ -232,12 +232,11 @@ struct Jvp {
     Buffers unused;
     return {p.B * p.H * tiles(p), carve(p, nullptr, unused), run<kForward>};
   }
-  template <bool kForward>
-  static Plan plan(const Params& p) {
+  static Plan plan(const Params& p, bool forward) {
     Plan plan;
     plan.workspace = MaskClasses::bytes(p);
     MaskClasses::add(p, plan);
-    plan.add(phase<kForward>(p));
+    plan.add(forward ? phase<true>(p) : phase<false>(p));
     return plan;
   }
 };

@@ -9,15 +9,14 @@
 #include "../base/plan.h"
 #include "append.h"
 #include "isa_choice.h"
+#include "isa_here.h"
 #include "packed_batch.h"
-#include "platform.h"
 #include "read_sum.h"
 #include "threads.h"
 
 // CMake defines FA_HAS_<set> for each instruction set that it builds besides "generic".
 #if defined(FA_HAS_AMX_BF16) || defined(FA_HAS_AMX_MODEL)
 #define FA_HAS_TILES
-#include "../amx/amx_enable.h"
 #endif
 
 namespace fa {
@@ -58,7 +57,6 @@ namespace {
 struct Isa {
   const char* name;
   const char* (*unit)(const Params&);  // the set that runs this call; for some it is another
-  bool (*runs_here)();
   MakePlan make_plan;
   IndexerTasks (*indexer_tasks)(const FaIndexer&);
   bool (*decodes)(const Params&);  // does Choice's `decoding` run this call?
@@ -66,28 +64,9 @@ struct Isa {
   void (*vector_function)(int64_t, int64_t, const void*, void*, int64_t);
 };
 
-#if defined(__x86_64__)
-// Everything that the flags in CMake allow the compiler to use, except F16C: every processor with
-// AVX2 has it, and no builtin checks for it alone.
-[[maybe_unused]] bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-[[maybe_unused]] bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-#endif
-#if defined(FA_HAS_AVX512_BF16)
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
-#endif
-#if defined(FA_HAS_AMX_BF16)
-bool has_amx() { return has_avx512() && tiles_refused().empty(); }
-#endif
-bool always() { return true; }
-
-#define FA_KERNELS(isa, runs_here)                                                         \
-  #isa, [](const Params&) { return #isa; }, runs_here, isa::make_plan, isa::indexer_tasks, \
-      isa::decodes, isa::measure_peak, isa::vector_function
+#define FA_KERNELS(isa)                                                                       \
+  #isa, [](const Params&) { return #isa; }, isa::make_plan, isa::indexer_tasks, isa::decodes, \
+      isa::measure_peak, isa::vector_function
 #if defined(FA_HAS_TILES)
 // Float64 has no planes for tiles, and float32 is taken off tiles on request: these run on the
 // vectors of avx512. So do calls with a scale so large that products below the least normal number,
@@ -106,8 +85,8 @@ Plan tiled_plan(const Params& p, int64_t pass, MakePlan tiles) {
   if (shares_pages(p, pass)) return avx512::make_plan(p, pass);
   return (pass < FA_JVP ? tiles : avx512::make_plan)(p, pass);
 }
-#define FA_TILED_KERNELS(isa, runs_here)                                                       \
-  #isa, [](const Params& p) { return on_tiles(p) ? #isa : "avx512"; }, runs_here,              \
+#define FA_TILED_KERNELS(isa)                                                                  \
+  #isa, [](const Params& p) { return on_tiles(p) ? #isa : "avx512"; },                         \
       [](const Params& p, int64_t pass) {                                                      \
         return on_tiles(p) ? tiled_plan(p, pass, isa::make_plan) : avx512::make_plan(p, pass); \
       },                                                                                       \
@@ -121,26 +100,24 @@ Plan tiled_plan(const Params& p, int64_t pass, MakePlan tiles) {
       avx512::vector_function
 #endif
 #if defined(FA_HAS_SVE256)
-bool has_sve256_and_bf16() { return has_sve256() && has_bf16_products(); }
 bool is_bf16(const Params& p) { return p.q.dtype == FA_BF16; }
 #endif
 const Isa kIsas[] = {
 // tiles, then the widest vectors first; last the one for tests
 #if defined(FA_HAS_AMX_BF16)
-    {FA_TILED_KERNELS(amx_bf16, has_amx)},
+    {FA_TILED_KERNELS(amx_bf16)},
 #endif
 #if defined(FA_HAS_AVX512_BF16)
-    {FA_KERNELS(avx512_bf16, has_avx512_bf16)},
+    {FA_KERNELS(avx512_bf16)},
 #endif
 #if defined(FA_HAS_AVX512)
-    {FA_KERNELS(avx512, has_avx512)},
+    {FA_KERNELS(avx512)},
 #endif
 #if defined(FA_HAS_AVX2)
-    {FA_KERNELS(avx2, has_avx2)},
+    {FA_KERNELS(avx2)},
 #endif
 #if defined(FA_HAS_SVE256)  // bfloat16 runs on neon_bf16, which can multiply it
     {"sve256", [](const Params& p) { return is_bf16(p) ? "neon_bf16" : "sve256"; },
-     has_sve256_and_bf16,
      [](const Params& p, int64_t pass) {
        return (is_bf16(p) ? neon_bf16::make_plan : sve256::make_plan)(p, pass);
      },
@@ -154,11 +131,11 @@ const Isa kIsas[] = {
      sve256::vector_function},
 #endif
 #if defined(FA_HAS_NEON_BF16)
-    {FA_KERNELS(neon_bf16, has_bf16_products)},
+    {FA_KERNELS(neon_bf16)},
 #endif
-    {FA_KERNELS(generic, always)},
+    {FA_KERNELS(generic)},
 #if defined(FA_HAS_AMX_MODEL)
-    {FA_TILED_KERNELS(amx_model, has_avx512)},
+    {FA_TILED_KERNELS(amx_model)},
 #endif
 };
 
@@ -173,7 +150,7 @@ struct Choice {
 
 const Isa* named(const char* name) {
   for (const Isa& isa : kIsas)
-    if (std::strcmp(isa.name, name) == 0 && isa.runs_here()) return &isa;
+    if (std::strcmp(isa.name, name) == 0 && runs_here(name)) return &isa;
   return nullptr;
 }
 
@@ -185,15 +162,12 @@ Choice choice_of(const Order& order) {
 std::string names_of_all_here() {  // in the order of kIsas
   std::string names;
   for (const Isa& isa : kIsas)
-    if (isa.runs_here()) names += (names.empty() ? "" : ",") + std::string(isa.name);
+    if (runs_here(isa.name)) names += (names.empty() ? "" : ",") + std::string(isa.name);
   return names;
 }
 
 const Choice& best() {
   static const Choice choice = [] {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-#endif
     Order order = order_for(this_chip(), names_of_all_here());
 #if defined(FA_HAS_AMX_BF16)
     if (announces_amx() && !tiles_refused().empty())
@@ -429,7 +403,7 @@ const char* fa_cpu_isas(void) {
   static const std::string names = [] {
     std::string all = fa::best().isa->name;
     for (const fa::Isa& isa : fa::kIsas)
-      if (isa.runs_here() && &isa != fa::best().isa) all += "," + std::string(isa.name);
+      if (fa::runs_here(isa.name) && &isa != fa::best().isa) all += "," + std::string(isa.name);
     return all;
   }();
   return names.c_str();

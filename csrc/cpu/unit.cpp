@@ -1,0 +1,2 @@
+// The plans of one unit: see plans.h.
+#include "plans.h"
