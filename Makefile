@@ -46,7 +46,9 @@
 #   VENV=        in the python3 on PATH as it is: only fastattn is installed, nothing is fetched
 #   FASTATTN_CUDA=on, off    compile the CUDA kernels, or not; else (auto) where there are nvcc and
 #                a GPU. CUDAARCHS="80-real;120": for these, not sm_80 and 90
-#   FASTATTN_ISAS=amx_bf16   build these CPU instruction sets alone, and generic: a faster build
+#   FASTATTN_ISAS=avx2       build these CPU instruction sets, and generic; all: every one. Else what
+#                the target needs: `make bench` this machine's best, `make test` the model of AMX's
+#                tiles too, `make test-all` every one
 
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(if $(VENV),$(VENV)/bin/python,python3)
@@ -194,13 +196,30 @@ $(DOCS): docs/requirements.txt | setup
 	@mv $@.part $@ && touch $@
 
 export FASTATTN_CUDA ?=
-export FASTATTN_ISAS ?=
+
+# What a target needs: `bench` few packages and this machine's best instruction set, the others the
+# packages of development, those of EVERY_SET every set. What a later level has set up serves an
+# earlier one.
+EVERY_SET := test-rest test-all fuzz instructions
+level := $(if $(filter-out bench,$(MAKECMDGOALS)),dev,bench)
+ifeq ($(FASTATTN_ISAS),)
+level := $(if $(filter $(EVERY_SET),$(MAKECMDGOALS)),all,$(level))
+endif
+later-bench := all dev
+later-dev := all
+isas-bench := native
+isas-dev := native,amx_model
+isas-all := all
+
 comma := ,
 semicolon := ;
-STAMP := $(or $(VENV),build)/.fastattn$(addprefix -cuda-,$(FASTATTN_CUDA) $(subst $(semicolon),+,$(CUDAARCHS)))
-STAMP := $(STAMP)$(addprefix -extension-,$(FASTATTN_EXTENSION))$(addprefix -isas-,$(subst $(comma),+,$(FASTATTN_ISAS)))
-STAMP := $(subst $() ,,$(STAMP))
+stamp = $(subst $() ,,$(or $(VENV),build)/.fastattn-$(1)$(about))
+about := $(addprefix -cuda-,$(FASTATTN_CUDA) $(subst $(semicolon),+,$(CUDAARCHS)))
+about += $(addprefix -extension-,$(FASTATTN_EXTENSION))$(addprefix -isas-,$(subst $(comma),+,$(FASTATTN_ISAS)))
+LEVEL := $(firstword $(foreach l,$(later-$(level)),$(if $(wildcard $(call stamp,$(l))),$(l))) $(level))
+STAMP := $(call stamp,$(LEVEL))
 SOURCES := pyproject.toml .ci/constraints.txt $(shell find csrc -type f)
+BUILD := FASTATTN_ISAS=$(or $(FASTATTN_ISAS),$(isas-$(LEVEL)))
 
 # The stamp says when, pip says what: a stamp is no use when that Python now has another checkout's
 # fastattn, or none because the environment was made anew. It bears the time at which set-up began,
@@ -220,13 +239,17 @@ $(STAMP): $(SOURCES)
 	@test -x $(PYTHON) || python3 -m venv $(VENV)
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip
 	@rm -f $(@D)/.fastattn* && touch $@.begun
-	$(PIP) install -c .ci/constraints.txt scikit-build-core cmake ninja
-	$(PIP) install -c .ci/constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -q -c .ci/constraints.txt scikit-build-core cmake ninja
+	@echo "installing torch, and compiling:"
+	@$(PIP) install -q -c .ci/constraints.txt torch & \
+		$(BUILD) $(PYTHON) .ci/build.py; status=$$?; wait; exit $$status
+	$(BUILD) $(PIP) install -c .ci/constraints.txt --no-build-isolation -e '.[$(LEVEL:all=dev)]'
 	@mv $@.begun $@
 else
 $(STAMP): $(SOURCES)
 	@$(PYTHON) .ci/preflight.py --as-is
 	@mkdir -p $(@D) && rm -f $(@D)/.fastattn* && touch $@.begun
-	PIP_BREAK_SYSTEM_PACKAGES=1 $(PIP) install --no-index --no-deps --no-build-isolation -e .
+	@$(BUILD) $(PYTHON) .ci/build.py
+	$(BUILD) PIP_BREAK_SYSTEM_PACKAGES=1 $(PIP) install --no-index --no-deps --no-build-isolation -e .
 	@mv $@.begun $@
 endif

@@ -24,11 +24,15 @@ QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 def compiles(command, flags=FLAGS, source=SOURCE):
-    """Whether this command, a list of words, compiles C++17 with OpenMP, or another source."""
+    """Whether this command, a list of words, compiles C++17 with OpenMP, or another source. A
+    compiler that is killed says nothing of itself: that ends the check."""
     if not command or not shutil.which(command[0]):
         return False
-    compiler = subprocess.Popen([*command, *flags], stdin=subprocess.PIPE, **QUIET)
-    compiler.communicate(source)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    compiler = subprocess.Popen([*command, *flags], **pipes)
+    said = compiler.communicate(source)[1]
+    if compiler.returncode < 0 or b"Killed" in said:
+        sys.exit(" ".join(command) + " was killed as it tried its first lines: out of memory?")
     return compiler.returncode == 0
 
 
@@ -138,7 +142,10 @@ def without_launcher():
 
 
 as_is = "--as-is" in sys.argv
-fatal = list(lacks(as_is))
-sentences = fatal + list(remarks(as_is))
+try:
+    fatal = list(lacks(as_is))
+    sentences = fatal + list(remarks(as_is))
+except KeyboardInterrupt:
+    sys.exit("\nThe set-up was interrupted before anything was installed: run it again.")
 print(*sentences, sep="\n", end="\n" if sentences else "", file=sys.stderr)
 sys.exit(bool(fatal))

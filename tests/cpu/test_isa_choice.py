@@ -157,7 +157,10 @@ def test_chosen_sets_are_built(tmp_path, sets, built):
     done = configured(tmp_path, FASTATTN_ISAS=sets, FASTATTN_EXTENSION="off")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "build.ninja").read_text()
-    assert set(re.findall(r"DFA_ISA=(\w+)", text)) == built
+    found = set(re.findall(r"DFA_ISA=(\w+)", text))
+    if "native" in sets and not found <= set(fastattn.__build__["instruction_sets"].split()):
+        pytest.skip("the library in use lacks this machine's best set")
+    assert found == built
     known = {x.lower() for x in re.findall(r"DFA_HAS_(\w+)", text)}
     assert known == built - {"generic"}
 

@@ -1,7 +1,8 @@
-"""Messages of the set-up check before a build: got, expected, and what to do."""
+"""Set-up: what it checks before a build, what it shows of one, and what each target installs."""
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -113,3 +114,100 @@ def test_triton_with_a_gpu_needs_the_headers_of_python(gpu, machine):
         assert status == 0 and (f"CC={named} is no C compiler: name one" in output) == gpu
     status, output = machine.preflight(CC="false")  # the headers are there
     assert status == 0 and ("false does not compile /" in output and "install gcc" in output) == gpu
+
+
+@pytest.mark.parametrize(
+    "says",
+    ["kill -9 $$", "echo 'fatal error: Killed signal terminated program cc1plus' >&2; exit 1"],
+)
+def test_a_compiler_that_is_killed_is_not_called_missing(says, machine):
+    machine.has_program("c++")
+    (machine.programs / "c++").write_text(f"#!/bin/sh\ncat > /dev/null\n{says}\n")
+    status, output = machine.preflight()
+    assert status == 1 and "out of memory?" in output and "install g++" not in output
+
+
+BUILD = """
+import os, signal, sys, time
+def build_editable(folder, settings):
+    print("*** Building project with Ninja...")
+    print("[1/3] Building CXX object CMakeFiles/fa_avx512_forward.dir/cpu/unit.cpp.o", flush=True)
+    {then}
+    print("[3/3] Linking CXX shared library libfastattn_cpu.so", flush=True)
+"""
+KILLED = 'sys.exit("g++: fatal error: Killed signal terminated program cc1plus")'
+KEPT = "What was compiled is kept: the same command goes on from there."
+
+
+@pytest.mark.parametrize(
+    "then, sent, status, shown, said",
+    [
+        ("", None, 0, "libfastattn_cpu.so", None),
+        ('sys.exit("x.h:3: error: no y")', None, 1, "", "error: no y"),
+        (KILLED, None, 1, "", "CMAKE_BUILD_PARALLEL_LEVEL=1 in the environment compiles one"),
+        ("os.kill(os.getpid(), 9)", None, 1, "", f"The build was ended by SIGKILL. {KEPT}"),
+        ("time.sleep(60)", signal.SIGINT, 130, "", f"The build was interrupted. {KEPT}"),
+        ("time.sleep(60)", signal.SIGTERM, 130, "", f"The build was interrupted. {KEPT}"),
+    ],
+    ids=["done", "error", "killed compiler", "killed", "interrupted", "terminated"],
+)
+def test_a_build_shows_its_files_and_why_it_ended(then, sent, status, shown, said, machine):
+    package = machine.packages / "scikit_build_core"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "build.py").write_text(BUILD.format(then=then))
+    with subprocess.Popen(
+        [sys.executable, str(CHECKOUT / ".ci" / "build.py")],
+        env=os.environ | {"PYTHONPATH": str(machine.packages)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as build:
+        first = build.stdout.readline()
+        assert re.fullmatch(r"\[1/3 +\d+ s\] avx512_forward\n", first)
+        if sent:
+            os.killpg(build.pid, sent)
+        output, errors = build.stdout.read(), build.stderr.read()
+    assert build.returncode == status
+    assert re.findall(r"(?m)^\[3/3 +\d+ s\] (.*)$", output) == ([shown] if shown else [])
+    assert "install g++" not in errors and (said in errors if said else not errors)
+    assert ("out of memory?" in errors) == (then is KILLED) and "Traceback" not in errors
+
+
+STAMP = """#!/bin/sh
+echo '{"dir_info": {"editable": true}, "url": "file://%s"}'
+"""
+
+
+@pytest.mark.parametrize(
+    "goal, there, sets, packages",
+    [
+        ("bench", "", "native", "bench"),
+        ("test", "", "native,amx_model", "dev"),
+        ("test-rest", "", "all", "dev"),
+        ("bench", "bench", None, None),
+        ("bench", "dev", None, None),
+        ("test", "bench", "native,amx_model", "dev"),
+        ("lint", "all", None, None),
+        ("test-all", "dev", "all", "dev"),
+        ("bench FASTATTN_ISAS=avx2", "dev", "avx2", "bench"),
+        ("test-rest FASTATTN_ISAS=avx2", "dev-isas-avx2", None, None),
+    ],
+)
+def test_a_target_sets_up_what_is_missing(goal, there, sets, packages, tmp_path):
+    """`there` is the stamp of an earlier set-up."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(STAMP % CHECKOUT)
+    python.chmod(0o755)
+    if there:
+        (tmp_path / f".fastattn-{there}").touch()
+    environment = {k: x for k, x in os.environ.items() if not k.startswith(("FASTATTN_", "MAKE"))}
+    command = ["make", "-n", f"VENV={tmp_path}", *goal.split()]
+    done = subprocess.run(
+        command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=True
+    )
+    built = re.findall(r"FASTATTN_ISAS=(\S+) \S+ \.ci/build\.py", done.stdout)
+    assert built == ([sets] if sets else [])
+    assert re.findall(r"-e '\.\[(\w+)\]'", done.stdout) == ([packages] if packages else [])
