@@ -195,6 +195,14 @@ def with_a_gradient(at):
     return run
 
 
+def negated(at):
+    def run(*args):
+        lazy = torch.complex(args[at], -args[at]).conj().imag
+        return fastattn.attention(*args[:at], lazy, *args[at + 1 :])
+
+    return run
+
+
 OTHERS = {
     "a mode of functions": under(Mode),
     "a mode of operators": under(Dispatch),
@@ -209,7 +217,9 @@ OTHERS = {
     "a gradient of k": with_a_gradient(1),
     "a gradient of v": with_a_gradient(2),
     "a subclass": lambda q, k, v: fastattn.attention(q, k.as_subclass(Subclass), v),
-    "a negated tensor": lambda q, k, v: fastattn.attention(torch.complex(q, -q).conj().imag, k, v),
+    "a negated q": negated(0),
+    "a negated k": negated(1),
+    "a negated v": negated(2),
     "a backend": lambda *x: fastattn.attention(*x, backend="cpu"),
     "a mask": lambda *x: fastattn.attention(*x, mask=torch.zeros(4, 4)),
     "a window": lambda *x: fastattn.attention(*x, window=(None, None)),

@@ -105,7 +105,16 @@ ADJACENT = {
     "apart by one column": (lambda x, D, Dv: (x[..., Dv + 1 :], x[..., :Dv]), False),
     "copies": (lambda x, D, Dv: (x[..., Dv:].clone(), x[..., :Dv].clone()), False),
     "another row": (lambda x, D, Dv: (x[..., Dv:].flip(2), x[..., :Dv]), False),
+    # The first row of one begins where that of the other ends; other rows do not.
+    "v after the first k": (lambda x, D, Dv: (dense(x, 0, D), dense(x, D, Dv)), False),
+    "k after the first v": (lambda x, D, Dv: (dense(x, Dv, D), dense(x, 0, Dv)), False),
+    "v of one head": (lambda x, D, Dv: (x[..., Dv:], x[:, :1, :, :Dv].expand(B, Hk, N, Dv)), False),
 }
+
+
+def dense(x, first, columns):
+    """Rows of x's memory without gaps, from its number `first` on."""
+    return x.flatten()[first:][: B * Hk * N * columns].view(B, Hk, N, columns)
 
 
 @every_backend

@@ -390,12 +390,9 @@ def cpu_units() -> dict[str, dict[str, str]]:
 
 
 def select_cpu_isa(name: str, decoding: str | None = None) -> None:
-    """Use the kernels compiled for `name`, in the whole process; for few rows on many keys those
-    compiled for `decoding`, if it is not None."""
-    decoding = name if decoding is None else decoding
-    if cpu().select(name.encode(), decoding.encode()):
-        got = name if decoding == name else (name, decoding)
-        raise ValueError(f"name: got {got!r}, expected one of {cpu_isas()}")
+    """Use the kernels compiled for `name`, in the whole process; or `decoding`'s for few rows."""
+    if cpu().select(name.encode(), (decoding or name).encode()):
+        raise ValueError(f"name: got {decoding or name!r}, expected one of {cpu_isas()}")
 
 
 def poison(on: bool) -> None:
