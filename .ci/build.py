@@ -47,6 +47,7 @@ def main():
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # a group of processes, for a signal to reach all of them
     )
     try:
         for line in build.stdout:
@@ -56,7 +57,7 @@ def main():
                 print(f"[{step[1]} {seconds:4.0f} s] {name_of(step[2])}", flush=True)
         status = build.wait()
     except KeyboardInterrupt:
-        build.send_signal(signal.SIGINT)
+        os.killpg(build.pid, signal.SIGINT)
         build.wait()
         print(f"\nThe build was interrupted. {KEPT}", file=sys.stderr)
         return 130

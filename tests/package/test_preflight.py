@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -128,8 +129,9 @@ def test_a_compiler_that_is_killed_is_not_called_missing(says, machine):
 
 
 BUILD = """
-import os, signal, sys, time
+import os, subprocess, sys
 def build_editable(folder, settings):
+    ninja = subprocess.Popen(["sleep", "{seconds}"])
     print("*** Building project with Ninja...")
     print("[1/3] Building CXX object CMakeFiles/fa_avx512_forward.dir/cpu/unit.cpp.o", flush=True)
     {then}
@@ -146,8 +148,8 @@ KEPT = "What was compiled is kept: the same command goes on from there."
         ('sys.exit("x.h:3: error: no y")', None, 1, "", "error: no y"),
         (KILLED, None, 1, "", "CMAKE_BUILD_PARALLEL_LEVEL=1 in the environment compiles one"),
         ("os.kill(os.getpid(), 9)", None, 1, "", f"The build was ended by SIGKILL. {KEPT}"),
-        ("time.sleep(60)", signal.SIGINT, 130, "", f"The build was interrupted. {KEPT}"),
-        ("time.sleep(60)", signal.SIGTERM, 130, "", f"The build was interrupted. {KEPT}"),
+        ("ninja.wait()", signal.SIGINT, 130, "", f"The build was interrupted. {KEPT}"),
+        ("ninja.wait()", signal.SIGTERM, 130, "", f"The build was interrupted. {KEPT}"),
     ],
     ids=["done", "error", "killed compiler", "killed", "interrupted", "terminated"],
 )
@@ -155,7 +157,7 @@ def test_a_build_shows_its_files_and_why_it_ended(then, sent, status, shown, sai
     package = machine.packages / "scikit_build_core"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "build.py").write_text(BUILD.format(then=then))
+    (package / "build.py").write_text(BUILD.format(then=then, seconds=60 if sent else 0))
     with subprocess.Popen(
         [sys.executable, str(CHECKOUT / ".ci" / "build.py")],
         env=os.environ | {"PYTHONPATH": str(machine.packages)},
@@ -166,10 +168,11 @@ def test_a_build_shows_its_files_and_why_it_ended(then, sent, status, shown, sai
     ) as build:
         first = build.stdout.readline()
         assert re.fullmatch(r"\[1/3 +\d+ s\] avx512_forward\n", first)
+        begun = time.monotonic()
         if sent:
-            os.killpg(build.pid, sent)
+            build.send_signal(sent)
         output, errors = build.stdout.read(), build.stderr.read()
-    assert build.returncode == status
+    assert build.returncode == status and time.monotonic() - begun < 50
     assert re.findall(r"(?m)^\[3/3 +\d+ s\] (.*)$", output) == ([shown] if shown else [])
     assert "install g++" not in errors and (said in errors if said else not errors)
     assert ("out of memory?" in errors) == (then is KILLED) and "Traceback" not in errors
