@@ -370,8 +370,7 @@ def _finish(result: Result, options: Options) -> int:
     races += ("engines",)
     sections = ("tiny", "cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
-        # An incomplete run never replaces a committed file.
-        complete = options.save and result["complete"]
+        complete = options.save and result["complete"]  # else no committed file is replaced
         results.save(result, options.output or (results.FOLDER / ("" if complete else "local")))
     _print(console.conclusion(result))
     rows = [row for section in ("tiny", "cells", "modules", *races) for row in result[section]]
