@@ -161,6 +161,7 @@ struct FaCall {
 // does not rise from 0 to T or S in steps of at most M or N; FA_BAD_PAGE: a page that a length
 // needs is outside [0, P). After these nothing is computed. FA_BAD_INDEX: a function indexes a
 // captured tensor out of range at a pair that is seen. FA_NO_MEMORY: no thread got scratch.
+// FA_INTERRUPTED: the host interrupted the run; what it has written is to be dropped.
 // FA_BAD_EXTENT plus an FaWritten: the sizes of that tensor are not those in the comments of
 // FaParams (nothing is written); dmask may have 1 for H, M, N and, unless the batch is packed, for
 // B.
@@ -184,6 +185,7 @@ enum FaStatus {
   FA_BAD_OFFSET = 3,
   FA_BAD_PAGE = 4,
   FA_BAD_INDEX = 5,
+  FA_INTERRUPTED = 6,
   FA_BAD_EXTENT = 1 << 16  // above every cudaError_t
 };
 
@@ -214,12 +216,26 @@ struct FaAppend {
   int64_t threads;         // at most this many threads
 };
 
+// A program that calls the library, if it has a lock over its threads, as Python has, and may
+// interrupt a run. It calls fa_cpu_run and fa_cpu_index with the lock. They release it by `unlock`,
+// and take it again by `lock`, with what unlock returned. On one thread they also ask `interrupted`,
+// with the lock, a few times a second; if it is not 0, they end. Handlers of signals may run in it,
+// which may call the library.
+struct FaHost {
+  void* (*unlock)(void);
+  void (*lock)(void* unlocked);
+  int (*interrupted)(void);
+  uint64_t thread;  // the one that asks: pthread_self, or on Windows GetCurrentThreadId
+};
+FA_EXPORT void fa_cpu_host(const struct FaHost* host);  // before the first run; by default none
+
 FA_EXPORT const char* fa_abi_fields(void);                                   // FA_FIELDS
 FA_EXPORT int64_t fa_cpu_max_head_dim(void);                                 // FA_CPU_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cpu_workspace(const struct FaCall* call, int64_t pass);  // bytes
-FA_EXPORT int64_t fa_cpu_run(const struct FaCall* call, int64_t pass);       // FaStatus
+// FaStatus. brief: keep the host's lock, and do not ask it.
+FA_EXPORT int64_t fa_cpu_run(const struct FaCall* call, int64_t pass, int64_t brief);
 
-FA_EXPORT int64_t fa_cpu_index(const struct FaIndexer* p);                   // FaStatus
+FA_EXPORT int64_t fa_cpu_index(const struct FaIndexer* p);  // FaStatus
 FA_EXPORT int64_t fa_cpu_append(const struct FaAppend* p);  // FaStatus; FA_BAD_PAGE if the table has
                                                             // no page for a row: nothing is written
 

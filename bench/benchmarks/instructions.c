@@ -113,7 +113,7 @@ static struct FaCall call(const struct Case* c) {
   };
 }
 
-static int64_t counted(const struct FaCall* p, int64_t pass) { return fa_cpu_run(p, pass); }
+static int64_t counted(const struct FaCall* p, int64_t pass) { return fa_cpu_run(p, pass, 1); }
 
 static int fail(const char* what, const char* got, const char* expected) {
   fprintf(stderr, "%s: got %s, expected %s\n", what, got, expected);
@@ -136,7 +136,7 @@ int main(int argc, char** argv) {
   // The first call sets up what lasts, such as scratch memory and OpenMP, which is not counted.
   // Other passes need its out and lse, too.
   struct FaCall p = call(c);
-  int64_t status = fa_cpu_run(&p, FA_FORWARD);
+  int64_t status = fa_cpu_run(&p, FA_FORWARD, 1);
   p.params.workspace = aligned_alloc(64, (fa_cpu_workspace(&p, c->pass) + 63) / 64 * 64);
   for (int64_t calls = argc == 4 ? atoi(argv[3]) : 1; calls > 0 && status == FA_OK; --calls)
     status = counted(&p, c->pass);

@@ -169,7 +169,7 @@ static_assert(sizeof(Key) == (4 + 3 * 10) * 8);  // memcmp compares it: no paddi
 
 // --- plans --------------------------------------------------------------------------------------
 
-using Run = int64_t (*)(const FaCall*, int64_t);
+using Run = decltype(&fa_cpu_run);
 
 struct FastPlan {
   Key key;
@@ -304,13 +304,8 @@ PyObject* run(const FastPlan& plan, const Path& path, PyObject* const* tensors, 
   call.params.k.data = address(d[1]);
   call.params.v.data = address(d[2]);
   call.params.out.data = address(to);
-  int64_t status;
-  if (brief) {
-    status = run(&call, FA_FORWARD);
-  } else {
-    Py_BEGIN_ALLOW_THREADS status = run(&call, FA_FORWARD);
-    Py_END_ALLOW_THREADS
-  }
+  const int64_t status = run(&call, FA_FORWARD, brief);
+  if (status == FA_INTERRUPTED) return nullptr;  // a signal's handler has raised
   if (status == FA_OK) return out.release();
   Py_RETURN_NONE;
 }

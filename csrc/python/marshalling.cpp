@@ -186,13 +186,8 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t n) {
   const int64_t which = PyLong_AsLongLong(args[1]);
   const int brief = PyObject_IsTrue(args[2]);
   if (PyErr_Occurred()) return nullptr;
-  int64_t status;
-  if (brief) {  // releasing the GIL would take as long
-    status = run(&call, which);
-  } else {
-    Py_BEGIN_ALLOW_THREADS status = run(&call, which);
-    Py_END_ALLOW_THREADS
-  }
+  const int64_t status = run(&call, which, brief);
+  if (status == FA_INTERRUPTED) return nullptr;  // a signal's handler has raised
   return PyLong_FromLongLong(status);
 }
 

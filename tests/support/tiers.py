@@ -105,7 +105,7 @@ SHARES = {
     "test_amx_bf16_split_blocks": (20, 2),
     "test_amx_bf16_split_ranges": (20, 2),
     "test_amx_bf16_split_unseen": (20, 2),
-    "test_interruption": (NONE, 7),
+    "test_interruption": (NONE, 2),
     # Each worker starts four ranks, which takes ten seconds.
     "test_distributed": (NONE, 7),
     "test_distributed::test_features": (NONE, 71),

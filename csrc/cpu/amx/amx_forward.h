@@ -249,6 +249,7 @@ struct AmxForward {
         if (visible.due(t)) not_served[t] = begin(p, rows, buf.state[t], buf.rows);
       });
       for (int64_t J0 = seen.lo / kBlockKeys * kBlockKeys; J0 < seen.hi; J0 += kBlockKeys) {
+        if (interrupted(p)) return;
         bool any = false;
         each_due([&](const Rows& rows, int64_t t) {
           // Start at a chunk boundary, whatever the rows: a row's pivot moves chunk by chunk.

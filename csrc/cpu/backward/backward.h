@@ -11,10 +11,15 @@
 namespace fa {
 namespace FA_ISA {
 
-// Turns are taken within one call, by threads that share only this number.
-inline void wait_for_turn(const int32_t* turn, int64_t mine) {
+// Turns are taken within one call, by threads that share only this number. False if the run is
+// interrupted: then turns are not passed on.
+inline bool wait_for_turn(const Params& p, const int32_t* turn, int64_t mine) {
   for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++spins)
-    if (spins > 64) std::this_thread::yield();
+    if (spins > 64) {
+      if (interrupted(p)) return false;
+      std::this_thread::yield();
+    }
+  return true;
 }
 inline void pass_turn(int32_t* turn, int64_t mine) {
   __atomic_store_n(turn, int32_t(mine + 1), __ATOMIC_RELEASE);
@@ -143,7 +148,7 @@ struct Backward {
     const int64_t parts = G::captured_parts(p), captured = parts ? task % parts : 0;
     if (parts) {
       buf.captured = w.captured + captured * captured_floats(p.mod);
-      wait_for_turn(w.captured_turn + captured, task / parts);
+      if (!wait_for_turn(p, w.captured_turn + captured, task / parts)) return;
     }
     if (of.end > of.J0) {
       const auto block = G::stage_keys(p, of.b, of.hk, of.J0, of.end, buf);
@@ -170,6 +175,7 @@ struct Backward {
     const int64_t all = group * G::tiles(p);  // head by head
     for (int64_t at = all * of.segment / G::segments(p);
          at < all * (of.segment + 1) / G::segments(p); ++at) {
+      if (interrupted(p)) return;
       const int64_t t = at % G::tiles(p);
       const Rows rows = G::tile_rows(p, of.b, of.hk * group + at / G::tiles(p), t);
       if (visible_keys<Mul>(p, rows, of.J0).count <= 0) continue;
@@ -178,7 +184,7 @@ struct Backward {
       if (seen.count > 0) {
         f(rows, t, seen);
       } else {  // nothing to add to dq: only pass the turn on
-        wait_for_turn(w.turn + index, of.chunk);
+        if (!wait_for_turn(p, w.turn + index, of.chunk)) return;
         pass_turn(w.turn + index, of.chunk);
       }
     }
@@ -250,7 +256,7 @@ struct Backward {
         q.stride, pairs_of_rows, keys.count, G::padded(p.D), buf.dk + first * G::padded(p.D),
         G::padded(p.D), R(p.scale));
     const E* across = Op::tile_across(buf.ds, keys.count, T::lanes, buf.across);
-    wait_for_turn(w.turn + index, chunk);
+    if (!wait_for_turn(p, w.turn + index, chunk)) return;
     accumulate_wide<Mul, Unit::along_r>(  // dQ += scale dS^T K
         {across, T::lanes}, k_across.data + first / pair * k_across.stride, k_across.stride,
         (keys.count + pair - 1) / pair, rows.count, G::padded(p.D), dq_row(p, w, rows, 0),
@@ -314,7 +320,7 @@ struct Backward {
         for (E* along : {buf.along + operand, buf.along_p + operand})
           std::fill(along, along + whole * part, E{});
         if (!keep) G::of_all(of_scores, mine.count, buf);
-        wait_for_turn(w.turn + index, chunk);
+        if (!wait_for_turn(p, w.turn + index, chunk)) return;
         add_on_vectors<NV>(p, here, mine, block.J0, dq_part(p, w, rows, lane), buf);
         seen[lane / part].count = 0;
       }
@@ -326,7 +332,7 @@ struct Backward {
     const Buffers packed = packed_rows(p, w, index * G::kRows, buf);
     if (!G::of_weights(p)) add(buf.along_p, packed.dout_across, dv, buf.dv);
     add(buf.along, packed.q_across, d, buf.dk);
-    wait_for_turn(w.turn + index, chunk);
+    if (!wait_for_turn(p, w.turn + index, chunk)) return;
     for (int64_t x = 0; x < parts; ++x)
       Op::multiply_add(k_turned + (seen[x].j0 - block.J0) * d, part, part * d,
                        buf.across + x * room, part, round_up(seen[x].count, part) / part, d, part,

@@ -129,7 +129,7 @@ struct Second {
           {tile, T::lanes}, x.data + first * x.stride, x.stride, keys.count, rows.count,
           G::padded(p.D), B::dq_row(p, w, rows, 0), B::dq_stride(p), R(p.scale));
     };
-    wait_for_turn(w.turn + index, chunk);
+    if (!wait_for_turn(p, w.turn + index, chunk)) return;
     add_keys(buf.ds_t, k);
     if (k_t.data) add_keys(buf.ds, k_t);
     pass_turn(w.turn + index, chunk);

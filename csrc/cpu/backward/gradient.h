@@ -310,6 +310,7 @@ struct Gradient {
     const int64_t end = std::min(seen.hi, within.hi);
     const int64_t begin = std::max(seen.lo, within.lo) / kTileKeys * kTileKeys;
     for (int64_t J0 = begin; J0 < end; J0 += kTileKeys) {
+      if (interrupted(p)) return;
       const Keys keys = seen_keys(p, rows, J0, lse);
       if (keys.count <= 0) continue;
       f(keys, Of::stage_keys(p, rows.b, key_head(p, rows.h), J0, seen.hi, buf));

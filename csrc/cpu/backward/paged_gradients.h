@@ -137,6 +137,7 @@ struct PagedGradients {
     const int64_t hk = task % p.Hk, range = task / p.Hk;
     const int64_t lo = p.P * range / ranges(p), hi = p.P * (range + 1) / ranges(p);
     for (int64_t b = 0; b < p.B; ++b) {
+      if (interrupted(p)) return;
       if (!has_row(p, b)) continue;
       bool staged = false;
       each_run(p, b, lo, hi, [&](int64_t first, int64_t end) {

@@ -1,7 +1,7 @@
 // How a pass is divided into work: phases that follow one another, each a number of tasks. Tasks
 // are handed out in ascending order and run to their end, so a task may wait for a lower one. The
 // number of threads may change the size of tasks, but never a result: each element of it is one
-// chain of operations in a fixed order.
+// chain of operations in a fixed order. A run that is interrupted hands out no further task.
 #pragma once
 #include <cstddef>
 
@@ -9,10 +9,18 @@
 
 namespace fa {
 
+class HostedRun;            // runtime/hosted_run.h
+bool ends(HostedRun& run);  // defined in library.cpp
+
 // The arguments of a call as the CPU's kernels read them.
 struct Params : FaParams {
   FaScoreMod mod;
+  HostedRun* run = nullptr;  // null if it cannot be interrupted, or is short
 };
+
+// True if the run is interrupted. Its results are dropped, so a task may return in any state. Loops
+// that could take a second ask this, a few microseconds apart at least.
+inline bool interrupted(const Params& p) { return p.run && ends(*p.run); }
 
 struct Phase {
   int64_t tasks;

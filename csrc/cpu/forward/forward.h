@@ -226,6 +226,7 @@ struct Forward {
         with_lanes(st, [&](auto nv) { begin<nv>(p, st, buf.rows); });
       });
       for (int64_t J0 = seen.lo / kTileKeys * kTileKeys; J0 < seen.hi; J0 += kTileKeys) {
+        if (interrupted(p)) return;
         bool any = false;
         each_due([&](const State& st, int64_t t) {
           any |= visible.find(t, p, st.rows, visible_keys<Mul>(p, st.rows, J0));

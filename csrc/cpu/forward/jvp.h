@@ -217,9 +217,11 @@ struct Jvp {
       UnmaskedKeys<1> visible;
       do {
         begin<NV>(p, rows, buf);
-        for (int64_t J0 = seen.lo / kTileKeys * kTileKeys; J0 < seen.hi; J0 += kTileKeys)
+        for (int64_t J0 = seen.lo / kTileKeys * kTileKeys; J0 < seen.hi; J0 += kTileKeys) {
+          if (interrupted(p)) return;
           if (visible.find(0, p, rows, visible_keys<Mul>(p, rows, J0)))
             attend<NV, kForward>(p, rows, visible.of[0], buf);
+        }
         visible.check_skipped(0, p, rows, buf.m);
       } while (visible.again());
       finish<NV, kForward>(p, rows, buf);

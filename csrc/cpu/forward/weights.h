@@ -57,6 +57,7 @@ struct Weights {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
       for (int64_t J0 = 0; J0 < p.N; J0 += kTileKeys) {
+        if (interrupted(p)) return;
         const int64_t count = std::min(kTileKeys, p.N - J0);
         std::fill(buf.sum, buf.sum + count * T::lanes, R(0));
         for (int64_t h = first; h < first + heads; ++h)

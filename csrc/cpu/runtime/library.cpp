@@ -8,10 +8,12 @@
 #include "../../common/extents.h"
 #include "../base/plan.h"
 #include "append.h"
+#include "hosted_run.h"
 #include "isa_choice.h"
 #include "isa_here.h"
 #include "packed_batch.h"
 #include "read_sum.h"
+#include "thread_memory.h"
 #include "threads.h"
 
 // CMake defines FA_HAS_<set> for each instruction set that it builds besides "generic".
@@ -186,51 +188,21 @@ Plan make_plan(const Params& p, int64_t pass) { return chosen.load()->make_plan(
 
 std::atomic<bool> poisoned{false};
 
-// A thread's scratch outlives the call, so that small calls do not page it in anew; an unusually
-// large one is freed.
-class ScratchMemory {
- public:
-  ~ScratchMemory() { free_lines(data_); }
-  char* get(size_t bytes) {
-    if (bytes > size_) {
-      free_lines(data_);
-      size_ = (bytes + 4095) / 4096 * 4096;
-      data_ = allocate_lines(size_);
-      if (!data_) size_ = 0;
-    }
-    return data_;
-  }
-  void trim() {
-    if (size_ <= kKept) return;
-    free_lines(data_);
-    data_ = nullptr;
-    size_ = 0;
-  }
-
- private:
-  static constexpr size_t kKept = size_t(4) << 20;
-  char* data_ = nullptr;
-  size_t size_ = 0;
-};
-
 // After fork() the OpenMP pool of the parent is gone, and waiting for it would hang: a child
 // computes on the calling thread.
 bool forked = false;
 [[maybe_unused]] const int at_fork = at_fork_of_child([] { forked = true; });
 
-ScratchMemory& memory_of_thread() {
-  static thread_local ScratchMemory memory;
-  return memory;
-}
-
-// Runs the tasks that next() gives, on this thread: run(task, scratch). Returns their number.
+// Runs the tasks that next() gives, on this thread, until `of` ends: run(task, scratch). Returns
+// their number.
 template <class Next, class Run>
-int64_t run_on_thread(int64_t tasks, size_t scratch_size, Next next, const Run& run) {
-  ScratchMemory& memory = memory_of_thread();
+int64_t run_on_thread(int64_t tasks, size_t scratch_size, HostedRun* of, Next next,
+                      const Run& run) {
+  ScratchMemory& memory = memory_of_thread().scratch;
   char* scratch = scratch_size ? memory.get(scratch_size) : nullptr;
   if (scratch_size && !scratch) return 0;  // the other threads take its share
   int64_t done = 0;
-  for (int64_t task; (task = next()) < tasks; ++done) {
+  for (int64_t task; !(of && of->ends()) && (task = next()) < tasks; ++done) {
     if (poisoned && scratch) std::memset(scratch, 0xFF, scratch_size);
     run(task, scratch);
   }
@@ -238,20 +210,24 @@ int64_t run_on_thread(int64_t tasks, size_t scratch_size, Next next, const Run& 
   return done;
 }
 
-// Runs tasks in their order: run(task, scratch).
+// Runs tasks in their order: run(task, scratch). False if there was no memory, or if `of` ended.
 template <class Run>
-bool run_tasks(int64_t tasks, size_t scratch_size, int64_t threads, const Run& run) {
+bool run_tasks(int64_t tasks, size_t scratch_size, int64_t threads, HostedRun* of, const Run& run) {
   if (forked || tasks <= 1) threads = 1;
   if (!kThreadsStay) threads = std::min(threads, tasks);
   if (threads <= 1) {  // counts for itself: atomic operations take a part of a tiny call
     int64_t task = 0;
-    return run_on_thread(tasks, scratch_size, [&] { return task++; }, run) == tasks;
+    return run_on_thread(tasks, scratch_size, of, [&] { return task++; }, run) == tasks;
   }
-  std::atomic<int64_t> next{0}, done{0};
+  std::atomic<int64_t> next{0}, done{0}, busy{0};
+  const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
   on_threads(threads, [&] {
-    if (next.load(std::memory_order_relaxed) >= tasks) return;  // no memory for nothing
-    done += run_on_thread(
-        tasks, scratch_size, [&] { return next.fetch_add(1, std::memory_order_relaxed); }, run);
+    if (next.load(std::memory_order_relaxed) < tasks) {  // no memory for nothing
+      ++busy;
+      done += run_on_thread(tasks, scratch_size, of, take, run);
+      --busy;
+    }
+    if (of) of->wait_for(busy);
   });
   return done == tasks;
 }
@@ -263,7 +239,7 @@ bool run_phase(const Calls& calls, int at) {
   const double worth = 1 + calls.work() / (1 << 20);
   int64_t threads = std::min(calls.threads(), calls.most_tasks());
   if (worth < threads) threads = static_cast<int64_t>(worth);
-  return run_tasks(calls.tasks(at), calls.scratch(at), threads,
+  return run_tasks(calls.tasks(at), calls.scratch(at), threads, calls.run(),
                    [&](int64_t task, char* scratch) { calls.run(at, task, scratch); });
 }
 
@@ -273,8 +249,12 @@ int64_t run_calls(Calls& calls, void* workspace, const RunPhase& run_phase) {
     if (poisoned) std::memset(workspace, 0xFF, size);
     calls.give_workspace(static_cast<char*>(workspace));
   }
-  for (int at = 0; calls.tasks(at) > 0; ++at)
-    if (!run_phase(calls, at)) return FA_NO_MEMORY;
+  for (int at = 0; calls.tasks(at) > 0; ++at) {
+    const bool done = run_phase(calls, at);
+    if (calls.run() && calls.run()->ended())
+      return FA_INTERRUPTED;  // tasks may have returned early
+    if (!done) return FA_NO_MEMORY;
+  }
   return FA_OK;
 }
 
@@ -294,7 +274,7 @@ template <class RunPhase>
 int64_t run_pass(const Params& p, int64_t pass, const RunPhase& run_phase) {
   Calls calls(p, pass, [&](const Params& one) { return make_plan(one, pass); });
   const bool given = p.workspace || !calls.workspace();
-  static thread_local ScratchMemory memory;
+  ScratchMemory& memory = memory_of_thread().workspace;
   void* workspace = given ? p.workspace : memory.get(calls.workspace());
   if (!given && !workspace) return FA_NO_MEMORY;
   const int64_t status = run_calls(calls, workspace, run_phase);
@@ -319,6 +299,7 @@ int64_t run_sequences(const Params& p, int64_t pass) {
   if (p.B <= most) return run_pass(p, pass, run_phase);
   int64_t status = FA_OK;
   for (int64_t first = 0; first < p.B && status == FA_OK; first += most) {
+    if (interrupted(p)) return FA_INTERRUPTED;
     Params some = p;
     begin_at(some, first);
     some.B = std::min(most, p.B - first);
@@ -328,6 +309,9 @@ int64_t run_sequences(const Params& p, int64_t pass) {
 }
 
 }  // namespace
+
+bool ends(HostedRun& run) { return run.ends(); }
+
 }  // namespace fa
 
 extern "C" {
@@ -343,12 +327,16 @@ int64_t fa_cpu_workspace(const FaCall* call, int64_t pass) {
   return static_cast<int64_t>(calls.workspace());
 }
 
-int64_t fa_cpu_run(const FaCall* call, int64_t pass) {
+void fa_cpu_host(const FaHost* host) { fa::host = *host; }
+
+int64_t fa_cpu_run(const FaCall* call, int64_t pass, int64_t brief) {
+  fa::HostedRun run(brief);
   if (const int64_t status = fa::bad_extent(*call, pass)) return status;
   fa::Params p{call->params, call->mod};
   if (const int64_t status = fa::bad_values(p)) return status;
   int64_t outside = 0;
   p.mod.outside = &outside;
+  if (run.is_asker()) p.run = &run;
   try {
     const int64_t status = fa::run_sequences(p, pass);
     return status == FA_OK && outside ? int64_t{FA_BAD_INDEX} : status;
@@ -367,11 +355,12 @@ int64_t fa_cpu_task_times(const FaCall* call, int64_t pass, int64_t* tasks, doub
   const auto run = [&](const fa::Calls& calls, int at) {
     tasks[at] = calls.tasks(at);
     if (room == 0) return true;
-    return fa::run_tasks(calls.tasks(at), calls.scratch(at), 1, [&](int64_t task, char* scratch) {
+    const auto timed = [&](int64_t task, char* scratch) {
       const double start = fa::thread_seconds();
       calls.run(at, task, scratch);
       if (index < room) seconds[index++] = fa::thread_seconds() - start;
-    });
+    };
+    return fa::run_tasks(calls.tasks(at), calls.scratch(at), 1, nullptr, timed);
   };
   try {
     return fa::run_pass(p, pass, run);
@@ -381,11 +370,13 @@ int64_t fa_cpu_task_times(const FaCall* call, int64_t pass, int64_t* tasks, doub
 }
 
 int64_t fa_cpu_index(const FaIndexer* p) {
+  fa::HostedRun run(false);
   const fa::IndexerTasks tasks = fa::chosen.load()->isa->indexer_tasks(*p);
   const bool done =
       fa::run_tasks(tasks.count, tasks.scratch, std::min(p->threads, tasks.count),
+                    run.is_asker() ? &run : nullptr,
                     [&](int64_t task, char* scratch) { tasks.run(*p, task, scratch); });
-  return done ? FA_OK : FA_NO_MEMORY;
+  return run.ended() ? FA_INTERRUPTED : done ? FA_OK : FA_NO_MEMORY;
 }
 
 // Waking a thread takes as long as quantising some 2^16 numbers.
@@ -395,7 +386,8 @@ int64_t fa_cpu_append(const FaAppend* p) {
   const int64_t tasks = fa::append_tasks(*p);
   const double worth = 1 + double(fa::all_new_rows(*p)) * p->Hk * p->D / (1 << 16);
   const int64_t threads = worth < p->threads ? static_cast<int64_t>(worth) : p->threads;
-  fa::run_tasks(tasks, 0, threads, [&](int64_t task, char*) { fa::append_rows(*p, write, task); });
+  fa::run_tasks(tasks, 0, threads, nullptr,
+                [&](int64_t task, char*) { fa::append_rows(*p, write, task); });
   return FA_OK;
 }
 

@@ -36,7 +36,7 @@ inline bool shares_pages(const Params& p, int64_t pass) { return pass == FA_BACK
 class Calls {
  public:
   template <class MakePlan>
-  Calls(const Params& p, int64_t pass, MakePlan make_plan) : threads_(p.threads) {
+  Calls(const Params& p, int64_t pass, MakePlan make_plan) : threads_(p.threads), run_(p.run) {
     if (!p.cu_q || shares_pages(p, pass)) {
       alone_.p = p;
       begin_ = &alone_;
@@ -48,7 +48,9 @@ class Calls {
       count_ = p.B;
     }
     for (const Call& call : *this) work_ += work_of(call.p);
+    if (work_ < kShort) run_ = nullptr;
     for (Call& call : *this) {
+      call.p.run = run_;
       // Its share of the threads: tasks are as large as those of a batch.
       const double share = work_of(call.p) / work_;
       if (begin_ != &alone_) call.p.threads = static_cast<int64_t>(std::ceil(p.threads * share));
@@ -66,6 +68,7 @@ class Calls {
   Calls(const Calls&) = delete;
 
   int64_t threads() const { return threads_; }
+  HostedRun* run() const { return run_; }  // null: it is not interrupted
   int64_t tasks(int at) const { return at < kPhases ? tasks_[at] : 0; }
   int64_t most_tasks() const { return *std::max_element(tasks_, tasks_ + kPhases); }
   size_t scratch(int at) const { return scratch_[at]; }
@@ -109,6 +112,7 @@ class Calls {
     const double bytes = double(p.B) * p.Hk * p.N * (p.D + p.Dv) * item_size(p.k.dtype);
     return 1 + double(p.B) * p.H * p.M * p.N * (p.D + p.Dv) + 2 * bytes;
   }
+  static constexpr double kShort = 1 << 28;  // some ten milliseconds; with a score_mod, up to 100
   Call* begin() { return begin_; }
   Call* end() { return begin_ + count_; }
 
@@ -117,6 +121,7 @@ class Calls {
   Call* begin_;
   int64_t count_;
   int64_t threads_;
+  HostedRun* run_;
   double work_ = 0;
   size_t workspace_ = 0;
   int64_t tasks_[kPhases] = {};

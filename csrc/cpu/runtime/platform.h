@@ -1,12 +1,14 @@
-// What operating systems spell differently: aligned memory, fork, the time of a thread, and what an
-// Arm chip has.
+// What operating systems spell differently: aligned memory, fork, a thread's name and time, and what
+// an Arm chip has.
 #pragma once
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 
 #if defined(_WIN32)
 #include <malloc.h>
+extern "C" __declspec(dllimport) unsigned long __stdcall GetCurrentThreadId(void);
 #else
 #include <pthread.h>
 #include <time.h>
@@ -42,6 +44,15 @@ inline int at_fork_of_child([[maybe_unused]] void (*f)()) {
   return 0;
 #else
   return pthread_atfork(nullptr, nullptr, f);
+#endif
+}
+
+// The number of this thread, as Python's threading.get_ident() gives it.
+inline uint64_t thread_id() {
+#if defined(_WIN32)
+  return GetCurrentThreadId();
+#else
+  return uint64_t(pthread_self());
 #endif
 }
 

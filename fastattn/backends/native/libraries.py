@@ -14,6 +14,7 @@ import json
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from importlib import machinery, util
 from pathlib import Path
@@ -34,7 +35,7 @@ from ...namespace import PACKAGE
 from .elf import why_broken
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
-OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE, BAD_INDEX = range(6)  # FaStatus
+OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE, BAD_INDEX, INTERRUPTED = range(7)  # FaStatus
 BAD_EXTENT = 1 << 16  # plus the index in `WRITTEN` of the tensor
 CPU_MAX_HEAD_DIM, CUDA_MAX_HEAD_DIM = 1024, 256  # FA_CPU_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM
 DTYPE = {
@@ -126,8 +127,8 @@ class Library:
         # CDLL, not PyDLL, releases the GIL during calls.
         self.path, self.dll = path, ctypes.CDLL(str(path))
 
-    def entry(self, name: str, result: Any, *arguments: Any) -> Any:
-        found = getattr(self.dll, name)
+    def entry(self, name: str, result: Any, *arguments: Any, dll: ctypes.CDLL | None = None) -> Any:
+        found = getattr(dll or self.dll, name)
         found.restype, found.argtypes = result, arguments
         return found
 
@@ -144,6 +145,13 @@ class Library:
                 f"{self.path} was built from another version of csrc/abi.h: {what} {got} there "
                 f"and {expected} in fastattn/backends/native/libraries.py; build it again"
             )
+
+
+def _host() -> bytes:
+    """FaHost. Python runs the handlers of signals on its main thread alone."""
+    names = "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals"
+    entries = (ctypes.cast(getattr(ctypes.pythonapi, x), ctypes.c_void_p).value for x in names)
+    return struct.pack("=4Q", *entries, threading.main_thread().ident)
 
 
 class CpuLibrary(Library):
@@ -168,9 +176,11 @@ class CpuLibrary(Library):
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
         self.check_abi("fa_abi_fields", "fa_cpu_max_head_dim", CPU_MAX_HEAD_DIM)
         self.workspace = self.entry("fa_cpu_workspace", integer, params, integer)
-        self.run = self.entry("fa_cpu_run", integer, params, integer)
+        self.entry("fa_cpu_host", None, params)(_host())
+        locked = ctypes.PyDLL(str(path))  # these release the GIL themselves, and raise
+        self.run = self.entry("fa_cpu_run", integer, params, integer, integer, dll=locked)
         self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
-        self.index = self.entry("fa_cpu_index", integer, params)
+        self.index = self.entry("fa_cpu_index", integer, params, dll=locked)
         self.append = self.entry("fa_cpu_append", integer, params)
         self.isas = self.entry("fa_cpu_isas", text)
         self.isa = self.entry("fa_cpu_isa", text)

@@ -137,11 +137,11 @@ def _launch(
     entry: the address of fa_cpu_run. The extension calls it; this version calls it through ctypes
         and ignores the address.
     which: the pass, such as `libraries.FORWARD`.
-    brief: True if the kernel is too short to release the GIL for. The extension then holds the GIL;
-        this version ignores it, and ctypes releases the GIL.
+    brief: True if the kernel is too short to release the GIL for. Else handlers of signals run
+        while the kernel does, on the main thread; if one raises, so does this function.
     form, places, tensors, threads: as for `pack`.
     """
-    return libraries.cpu().run(_pack(form, places, tensors, threads), which)
+    return libraries.cpu().run(_pack(form, places, tensors, threads), which, brief)
 
 
 def _specialization_key(args: tuple) -> SpecializationKey:

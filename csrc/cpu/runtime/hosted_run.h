@@ -1,0 +1,84 @@
+// A run on behalf of a host (FaHost in abi.h): Python, for example. Its lock is released while the
+// run computes. Now and then the thread that made the run takes it again and asks whether the run
+// shall end, as after Ctrl-C. Then no task is begun any more, and long tasks return early.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <optional>
+#include <thread>
+
+#include "../base/plan.h"
+#include "platform.h"
+#include "thread_memory.h"
+
+#if defined(FA_HAS_AMX_BF16)
+#include "../amx/amx_enable.h"
+#endif
+
+namespace fa {
+
+inline FaHost host{};  // set before the first run
+
+class HostedRun {
+ public:
+  // A brief run keeps the lock, and does not ask.
+  explicit HostedRun(bool brief) : host_(brief || !host.unlock ? nullptr : &host) {
+    if (host_) state_ = host_->unlock();
+  }
+  ~HostedRun() {
+    if (host_) host_->lock(state_);
+  }
+  HostedRun(const HostedRun&) = delete;
+  HostedRun& operator=(const HostedRun&) = delete;
+
+  // True on the thread that may ask.
+  bool is_asker() const { return host_ && thread_id() == host_->thread; }
+  bool ended() const { return ended_.load(std::memory_order_relaxed); }
+  // True if the run shall end; asks if that is due.
+  bool ends() {
+    if (ended() || !is_asker()) return ended();
+    const Clock::time_point now = Clock::now();
+    if (next_ == Clock::time_point{}) next_ = now + kInterval;
+    if (now >= next_) {
+      ask();
+      next_ = Clock::now() + kInterval;
+    }
+    return ended();
+  }
+  // Waits for the other threads, which are busy, without ceasing to ask. To be called by every
+  // thread; those that may not ask return at once.
+  void wait_for(const std::atomic<int64_t>& busy) {
+    if (!is_asker()) return;
+    for (int turns = 0; busy.load() > 0 && !ends(); ++turns)
+      if (turns < 1000)
+        std::this_thread::yield();
+      else
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  // Taking Python's lock may take 5 milliseconds, if another thread has it.
+  static constexpr std::chrono::milliseconds kInterval{200};
+
+  // The host may run any code meanwhile, even another run on this thread.
+  void ask() {
+    host_->lock(state_);
+    {
+      const MemoryAside memory;
+#if defined(FA_HAS_AMX_BF16)
+      std::optional<amx::Tiles> tiles;  // restores their configuration
+      if (tiles_refused().empty()) tiles.emplace();
+#endif
+      if (host_->interrupted()) ended_ = true;
+    }
+    state_ = host_->unlock();
+  }
+
+  const FaHost* host_;
+  void* state_ = nullptr;
+  std::atomic<bool> ended_{false};
+  Clock::time_point next_{};
+};
+
+}  // namespace fa
