@@ -17,10 +17,10 @@ from typing_extensions import Unpack  # torch depends on it
 from .backends.native.libraries import cpu_unavailable
 from .backends.per_sequence import longest
 from .backends.triton_support.runtime import unavailable as triton_unavailable
-from .call.argument_hints import unknown_argument
+from .call.argument_hints import by_position, unknown_argument
 from .call.changed import changed
 from .call.int4 import INT4
-from .call.need import need_dense
+from .call.need import need_a_tensor, need_dense
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
 from .call.place import EVERYTHING, NUMBERS, Place
 from .call.quantisation import STORAGE
@@ -29,6 +29,7 @@ from .call.scalars import alignment, real, whole
 from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors, acc_dtype
 from .call.validation import check, check_lse, counts
 from .dispatch import (
+    advice,
     context_parallel,
     fast_path,
     library_ops,  # noqa: F401  registers the operators that `dispatcher` dispatches to
@@ -91,7 +92,9 @@ def with_arguments(function: Function) -> Function:
     """Give `function` a signature that lists each of `Arguments`, for help() and editors, before
     its own keywords."""
     signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own = [
+        p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     own_keywords = [p for p in own if p.kind is p.KEYWORD_ONLY]
     hints = {name: hint.__forward_arg__ for name, hint in Arguments.__annotations__.items()}
     shared = [
@@ -134,12 +137,13 @@ def attention(
     return_lse: bool,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@advice.public
 @with_arguments
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *surplus: object,
     qv: Tensor | None = None,
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
@@ -256,12 +260,14 @@ def attention(
         >>> torch.testing.assert_close(out, p @ v.repeat_interleave(4, 1))
         >>> recent = fastattn.attention(q, k, v, causal="bottom_right", window=(63, None))
     """
+    if surplus:
+        raise by_position("attention", "q, k, v", surplus)
     if qv is None and return_lse is False and not is_dynamo_compiling():
         out = fast_path.attend(_FAST, q, k, v, arguments)
         if out is not None:
             return out
     if v is None:
-        raise no_values()
+        raise no_values(k)
     if qv is not None:
         q, k = joined(q, k, v, qv)
     if is_overridden(q, k, v) and not is_compiling():
@@ -304,6 +310,7 @@ def attention_packed(
     return_lse: bool,
     **arguments: Unpack[PackedArguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@advice.public
 @with_arguments
 def attention_packed(
     q: Tensor,
@@ -311,7 +318,7 @@ def attention_packed(
     v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor | None = None,
-    *,
+    *surplus: object,
     block_table: Tensor | None = None,
     max_q: int | None = None,
     max_k: int | None = None,
@@ -401,8 +408,10 @@ def attention_packed(
         >>> alone = fastattn.attention(*first, causal=True)
         >>> torch.testing.assert_close(out[:3], alone[0].transpose(0, 1))
     """
+    if surplus:
+        raise by_position("attention_packed", "q, k, v, cu_q, cu_k", surplus)
     if v is None:
-        raise no_values()
+        raise no_values(k)
     if qv is not None:
         if k_scale is not None or v_scale is not None:
             raise NotImplementedError("qv: got keys or values in eight bits, expected no scales")
@@ -420,11 +429,12 @@ def attention_packed(
     return (out, rows_first(normaliser[0])) if return_lse else out
 
 
+@advice.public
 @with_arguments
 def attention_weights(
     q: Tensor,
     k: Tensor,
-    *,
+    *surplus: object,
     lse: Tensor | None = None,
     average_heads: bool = False,
     **arguments: Unpack[Arguments],
@@ -466,6 +476,8 @@ def attention_weights(
         torch.Size([1, 10, 10])
         >>> torch.testing.assert_close(weights.sum(-1), torch.ones(1, 10))
     """
+    if surplus:
+        raise by_position("attention_weights", "q, k", surplus)
     if is_overridden(q, k) and not is_compiling():
         own = {"lse": lse, "average_heads": average_heads}
         return handle(attention_weights, (q, k), **own, **arguments)
@@ -491,8 +503,7 @@ def attention_weights(
 
 
 def _no_columns(k: Tensor) -> Tensor:
-    if not isinstance(k, Tensor):
-        raise TypeError(f"k: got {type(k).__name__}, expected a torch.Tensor")
+    need_a_tensor("k", k)
     need_dense("k", k)
     return k[..., :0] if k.ndim else k  # the checks reject a k without dimensions
 
@@ -512,15 +523,18 @@ def attend(
     orders, function, mod: as in `prepare`.
     """
     if v is None:
-        raise no_values()
+        raise no_values(k)
     t, o = prepare(q, k, v, arguments, function, orders=orders, mod=mod)
     out, normaliser = call(ATTENTION, t, o)
     return out, normaliser
 
 
-def no_values() -> TypeError:
+def no_values(k: object) -> TypeError:
     """The error for v=None: in the layers below this one, v=None asks for attention weights."""
-    return TypeError("v: got NoneType, expected a torch.Tensor")
+    name = "k" if k is None else "v"
+    return TypeError(
+        f"{name}: got NoneType, expected a torch.Tensor: attention(x, x, x) is self-attention"
+    )
 
 
 def weights_from(

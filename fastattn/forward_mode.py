@@ -136,7 +136,7 @@ def attention_jvp(
         >>> torch.testing.assert_close((ahead - out) / h, out_t, atol=1e-4, rtol=1e-4)
     """
     if v is None:
-        raise no_values()
+        raise no_values(k)
     if qv is not None:
         q, k, q_t, k_t = joined_with_tangents(q, k, v, qv, (q_t, k_t, v_t, qv_t))
     elif qv_t is not None:

@@ -28,6 +28,14 @@ def need_constant(why: str, **given: object) -> None:
         )
 
 
+def need_a_tensor(name: str, x: object, expected: str = "a torch.Tensor") -> None:
+    """Raise TypeError unless x is a tensor."""
+    if not isinstance(x, Tensor):
+        holds = isinstance(x, (list, tuple)) or hasattr(x, "__array__")
+        hint = f": torch.as_tensor({name}) makes one" if holds else ""
+        raise TypeError(f"{name}: got {type(x).__name__}, expected {expected}{hint}")
+
+
 def need_dense(name: str, x: Tensor) -> None:
     """Raise TypeError for nested, sparse and other tensors that strides do not describe."""
     if x.is_nested and x.layout == torch.jagged:

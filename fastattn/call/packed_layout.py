@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from .need import need_a_tensor
+
 
 def heads_first(name: str, x: Any) -> Tensor:
     """(T,H,D) as (1,H,T,D)."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    need_a_tensor(name, x)
     if x.ndim != 3:
         axes = "(T, H, D)" if name == "q" else "(S, Hk, D)"
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected 3 dimensions {axes}")
@@ -22,8 +23,7 @@ def heads_first(name: str, x: Any) -> Tensor:
 
 def pages_first(name: str, x: Any) -> Tensor:
     """Pages (P,page,Hk,D) as (P,Hk,page,D)."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    need_a_tensor(name, x)
     if x.ndim != 4:
         got, axes = tuple(x.shape), "(P, page, Hk, D)"
         raise ValueError(f"{name}: got shape {got}, expected 4 dimensions {axes} with block_table")
@@ -32,8 +32,7 @@ def pages_first(name: str, x: Any) -> Tensor:
 
 def scales_first(name: str, x: Any, k: Tensor, pages: bool) -> Tensor:
     """Scales (S,Hk) as (1,Hk,S), or (P,page,Hk) as (P,Hk,page): one for each row of k."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor or None")
+    need_a_tensor(name, x, "a torch.Tensor or None")
     P, Hk, S, _ = k.shape
     expected = (P, S, Hk) if pages else (S, Hk)
     if x.shape != expected:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .need import need_a_tensor
 from .tangents import need_tangent
 
 
@@ -57,8 +58,7 @@ def _side_by_side(x: Tensor, y: Tensor, x_t: Tensor | None, y_t: Tensor | None) 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+        need_a_tensor(name, x)
     if 0 in (q.ndim, v.ndim) or qv.shape != (*q.shape[:-1], v.shape[-1]):
         raise ValueError(
             f"qv: got shape {tuple(qv.shape)}, expected that of q with the columns of v, "

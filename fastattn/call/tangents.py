@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .need import need, need_dense
+from .need import need, need_a_tensor, need_dense
 
 
 def need_like(name: str, x_t: Tensor, x: Tensor, *about: str) -> None:
@@ -20,9 +20,7 @@ def need_like(name: str, x_t: Tensor, x: Tensor, *about: str) -> None:
 
 def need_tangent(name: str, x_t: Any, x: Any) -> None:
     """Raise TypeError or ValueError unless x_t can be the tangent of x."""
-    if not isinstance(x_t, Tensor):
-        kind = type(x_t).__name__
-        raise TypeError(f"{name}_t: got {kind}, expected a torch.Tensor or None")
+    need_a_tensor(f"{name}_t", x_t, "a torch.Tensor or None")
     need_dense(f"{name}_t", x_t)
     moves = isinstance(x, Tensor) and x.is_floating_point()
     why = f"{name} is {'None' if x is None else 'no floating tensor'}"

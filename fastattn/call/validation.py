@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import argument_hints
 from .int4 import INT4, columns
-from .need import need, need_dense, shape_of
+from .need import need, need_a_tensor, need_dense, shape_of
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
 from .spec import (
@@ -141,11 +142,9 @@ def _present(t: Tensors) -> Iterator[tuple[str, Argument, Any]]:
             yield name, argument, x
 
 
-def _type(argument: Argument, x: object, optional: bool) -> None:
-    name, kind = argument.name, "a torch.Tensor" + (" or None" if optional else "")
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected {kind}")
-    need_dense(name, x)
+def _type(argument: Argument, x: Any, optional: bool) -> None:
+    need_a_tensor(argument.name, x, "a torch.Tensor" + (" or None" if optional else ""))
+    need_dense(argument.name, x)
 
 
 def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> None:
@@ -193,8 +192,9 @@ def _layout(t: Tensors) -> dict[str, int]:
         check_int4_rows(q, k, v)
     else:
         need(k.shape[3] == D, "k", shape_of(k), f"head dim {D}, as q has")
-    divides = H % Hk == 0 if Hk else H == 0
-    need(divides, "k", f"{Hk} heads", f"a divisor of q's {H} heads")
+    if not (H % Hk == 0 if Hk else H == 0):
+        hint = argument_hints.rows_before_heads(q.shape, k.shape)
+        need(False, "k", f"{Hk} heads", f"a divisor of q's {H} heads{hint}")
     if v is not None:
         if t.block_table is None:
             need(v.shape[0] == B, "v", shape_of(v), f"batch size {B}, as q has")
@@ -272,7 +272,9 @@ def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
             m == 1 or m == n for m, n in zip(reversed(x.shape), reversed(full))
         )
         letters = ", ".join(argument.shapes[0].split())
-        return need(fits, name, shape_of(x), f"a shape that broadcasts to ({letters}) = {full}")
+        hint = "" if fits else argument_hints.mask_shape(x.shape, sizes)
+        expected = f"a shape that broadcasts to ({letters}) = {full}{hint}"
+        return need(fits, name, shape_of(x), expected)
     if not any(x.ndim == len(s) and all(m == n for m, n in zip(x.shape, s)) for s in shapes):
         texts = (f"({', '.join(x.split())}{',' * (' ' not in x)})" for x in argument.shapes)
         expected = " or ".join(f"{a} = {b}" for a, b in zip(texts, shapes))
@@ -321,10 +323,9 @@ def check_results(
         need(x.device == t.q.device, f"{what}{name}.device", x.device, f"{t.q.device}, as q has")
 
 
-def check_lse(q: object, lse: object) -> None:
+def check_lse(q: object, lse: Any) -> None:
     """Raise unless `lse` is what attention(q, ..., return_lse=True) gives."""
-    if not isinstance(lse, Tensor):
-        raise TypeError(f"lse: got {type(lse).__name__}, expected a torch.Tensor or None")
+    need_a_tensor("lse", lse, "a torch.Tensor or None")
     need_dense("lse", lse)
     if not isinstance(q, Tensor) or q.ndim != 4:
         return  # the checks of q raise

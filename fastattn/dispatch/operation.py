@@ -34,6 +34,7 @@ from ..call.spec import (
 from ..call.tangents import need_like
 from ..call.validation import describe, need_memory
 from ..namespace import operator
+from .advice import advise
 
 MAX_PLANS = 4096
 
@@ -76,6 +77,7 @@ def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Back
     except (KeyError, AttributeError, TypeError, RuntimeError):  # a nested tensor has no shape
         spec = describe(t, o)  # raises the readable error if the arguments were to blame
     backend = choose(spec, o.backend, t.q.device)
+    advise(spec, o)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[key] = spec, backend

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_arguments
 from ..backends.value_checks import check_values
+from ..call.need import need_a_tensor
 from ..call.place import EVERYTHING
 from ..call.validation import check, describe
 from ..dispatch.library_ops import opaque_to_dynamo
@@ -287,8 +288,8 @@ def _check_own(q, k, v, team, strategy, layout, given) -> None:
     if isinstance(mask, Tensor) and mask.ndim > 1 and mask.shape[-2] not in (1, q.shape[2]):
         got = f"{mask.shape[-2]} rows"
         raise ValueError(f"mask: got {got}, expected 1, or this rank's {q.shape[2]}, by all keys")
-    if mask is not None and not isinstance(mask, Tensor):
-        raise TypeError(f"mask: got {type(mask).__name__}, expected a torch.Tensor or None")
+    if mask is not None:
+        need_a_tensor("mask", mask, "a torch.Tensor or None")
     if place is not None and (place.row, place.key, place.rows, place.keys) != (0, 0, None, None):
         expected = "only head, item and bottom_right to be set: the ranks give rows and keys"
         raise ValueError(f"place: got {place}, expected {expected}")

@@ -20,7 +20,7 @@ from ..api import Arguments, draw_seed, prepare, resolved, with_arguments
 from ..backends.base import choose
 from ..backends.per_sequence import longest
 from ..backends.value_checks import check_values
-from ..call.need import need
+from ..call.need import need, need_a_tensor
 from ..call.packed_layout import heads_first, rows_first
 from ..call.place import EVERYTHING
 from ..call.spec import ARGUMENTS
@@ -232,8 +232,7 @@ def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
 
 def _end(name: str, cu: Any) -> int:
     """The last of some offsets. Raises if they are not valid."""
-    if not isinstance(cu, Tensor):
-        raise TypeError(f"{name}: got {type(cu).__name__}, expected a torch.Tensor")
+    need_a_tensor(name, cu)
     need(cu.ndim == 1 and len(cu) > 0, name, f"shape {tuple(cu.shape)}", "(B + 1,) offsets")
     integers = not cu.is_floating_point()
     need(integers, f"{name}.dtype", cu.dtype, "torch.int32 or torch.int64")

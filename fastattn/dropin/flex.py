@@ -332,6 +332,8 @@ def _check(
             f"return_aux: got one with torch {torch.__version__}, expected torch 2.9 or newer, "
             "which has AuxRequest and AuxOutput: use return_lse=True for the LSE"
         )
+    if block_mask is not None:
+        flex_blocks.need_block_mask(block_mask)
     if query.shape[0] != key.shape[0] and (
         block_mask is None or key.shape[0] != 1 or block_mask.shape[0] != query.shape[0]
     ):

@@ -13,6 +13,16 @@ HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 NO_BLOCKS = 1 << 30  # torch's block size for "no block mask": one block that holds any sequence
 
 
+def need_block_mask(block_mask: Any) -> None:
+    """Raise TypeError for what is no block mask, such as a tensor."""
+    if isinstance(block_mask, Tensor) or not hasattr(block_mask, "BLOCK_SIZE"):
+        raise TypeError(
+            f"block_mask: got {type(block_mask).__name__}, expected the BlockMask that "
+            "torch.nn.attention.flex_attention.create_block_mask makes, or None: a bool mask is "
+            "mask_mod=lambda b, h, i, j: mask[i, j], or attention(q, k, v, mask=mask)"
+        )
+
+
 def check(block_mask: Any, query: Tensor, key: Tensor) -> None:
     """Apply torch's rules on the lengths and the device of a block mask, with its messages."""
     rows, keys = query.shape[-2], key.shape[-2]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call.int4 import INT4
+from ..call.need import need_a_tensor
 
 _THEIRS = {
     "scale": "softmax_scale",
@@ -39,8 +40,7 @@ Axes = tuple[int | str, ...]  # a string allows any size
 
 
 def need_shape(name: str, x: Tensor, axes: Axes) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor {_told(axes)}")
+    need_a_tensor(name, x, f"a torch.Tensor {_told(axes)}")
     if not _fits(x, axes):
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {_told(axes)}")
 

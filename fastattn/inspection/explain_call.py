@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..api import prepare, prepare_packed
+from ..api import no_values, prepare, prepare_packed
 from ..backends import base
 from ..backends.native import libraries
 from ..backends.native.marshalling import kind
@@ -106,7 +106,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """
     arguments.pop("return_lse", None)  # does not change the choice
     if v is None:
-        raise TypeError("v: got NoneType, expected a torch.Tensor")
+        raise no_values(k)
     if (qv := arguments.pop("qv", None)) is not None:
         q, k = joined(q, k, v, qv)
     functions = any(arguments.get(name) is not None for name in ("score_mod", "mask_mod"))

@@ -20,7 +20,7 @@ from ..api import attention_packed
 from ..backends.native.marshalling import kind
 from ..backends.value_checks import checks_values
 from ..call.int4 import BLOCK, INT4
-from ..call.need import need_constant
+from ..call.need import need_a_tensor, need_constant
 from ..call.place import Place
 from ..call.quantisation import STORAGE
 from ..call.scalars import whole
@@ -163,8 +163,9 @@ class KVCache:
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype}, expected one of {DTYPES}")
         if storage not in (None, dtype, *STORAGE, "int4"):
-            expected = f"None for {dtype}, or one of {(*STORAGE, 'int4')}"
-            raise ValueError(f"storage: got {storage}, expected {expected}")
+            listed = " or ".join(map(str, STORAGE))
+            expected = f'None for {dtype}, {listed}, or "int4"'
+            raise ValueError(f"storage: got {storage!r}, expected {expected}")
         if storage == "int4":
             _need_blocks(head_dim=head_dim, value_dim=value_dim, latent=latent or 0)
             storage = INT4
@@ -490,8 +491,7 @@ class KVCache:
         dtype, device, heads = self.dtype, self._pool.k.device, self._pool.k.shape[2]
         for (name, x), d in zip(given.items(), self._pool.head_dims):
             letters = "(T, Hk, D)" if packed else "(B, Hk, n, D)"
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+            need_a_tensor(name, x)
             fits = x.ndim == (3 if packed else 4) and x.shape[1] == heads and x.shape[-1] == d
             if not fits or not (packed or x.shape[0] == self.batch):
                 sizes = f"Hk = {heads}, D = {d}" + ("" if packed else f", B = {self.batch}")

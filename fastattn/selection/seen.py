@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ..backends import value_checks
 from ..backends.value_checks import checks_values
-from ..call.need import need
+from ..call.need import need, need_a_tensor
 
 
 def need_tensor(name: str, x: Any, axes: str) -> None:
     """Raise TypeError or ValueError unless x is a tensor with one dimension for each of `axes`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    need_a_tensor(name, x)
     count, letters = len(axes.split()), ", ".join(axes.split())
     need(x.ndim == count, name, _shape(x), f"{count} dimensions ({letters})")
 
@@ -43,9 +42,7 @@ def need_integers(name: str, x: Tensor, q: Tensor) -> None:
 def need_lengths(key_lengths: Any, batch: int, q: Tensor) -> None:
     if key_lengths is None:
         return
-    if not isinstance(key_lengths, Tensor):
-        got = type(key_lengths).__name__
-        raise TypeError(f"key_lengths: got {got}, expected a torch.Tensor or None")
+    need_a_tensor("key_lengths", key_lengths, "a torch.Tensor or None")
     need(key_lengths.shape == (batch,), "key_lengths", _shape(key_lengths), f"(B,) = ({batch},)")
     need_integers("key_lengths", key_lengths, q)
 
