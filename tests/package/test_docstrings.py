@@ -66,7 +66,8 @@ def parse(doc):
 def parameters(public):
     """The names of the parameters as users see them, and as the code of a function lists them.
 
-    They differ where the code has `**arguments` and the signature says which.
+    They differ where the code has `**arguments` and the signature says which. What the code takes
+    by position only to refuse it is no parameter.
     """
     mark = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     try:
@@ -82,6 +83,7 @@ def parameters(public):
     by_name = [next(names) for _ in range(code.co_kwonlyargcount)]
     rest = ["*" + next(names)] if code.co_flags & inspect.CO_VARARGS else []
     last = ["**" + next(names)] if code.co_flags & inspect.CO_VARKEYWORDS else []
+    rest = [x for x in rest if x in shown]
     return shown, [x for x in positional + rest + by_name + last if x != "self"]
 
 

@@ -18,6 +18,7 @@ REASONS = {
     "fastattn/backends/reference.py": "the passes, which share the gradients of scores",
     "fastattn/reference.py": "the operation as the mathematics states it, to be read as a whole",
     "fastattn/api.py": "the public functions, with the documentation of every argument",
+    "fastattn/backends/native/libraries.py": "the mirror of csrc/abi.h, and the libraries with it",
     "fastattn/call/spec.py": "the table of a call, and the spec made of it",
     "fastattn/dropin/multihead.py": "one class, with the documentation of torch's arguments",
     "fastattn/dropin/sdpa.py": "one function, with the documentation of torch's arguments",

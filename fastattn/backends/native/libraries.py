@@ -14,7 +14,6 @@ import json
 import os
 import struct
 import sys
-import threading
 from collections.abc import Callable
 from importlib import machinery, util
 from pathlib import Path
@@ -33,6 +32,7 @@ from ...call.spec import (
 )
 from ...namespace import PACKAGE
 from .elf import why_broken
+from .host import python_host
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
 OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE, BAD_INDEX, INTERRUPTED = range(7)  # FaStatus
@@ -147,13 +147,6 @@ class Library:
             )
 
 
-def _host() -> bytes:
-    """FaHost. Python runs the handlers of signals on its main thread alone."""
-    names = "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals"
-    entries = (ctypes.cast(getattr(ctypes.pythonapi, x), ctypes.c_void_p).value for x in names)
-    return struct.pack("=4Q", *entries, threading.main_thread().ident)
-
-
 class CpuLibrary(Library):
     """libfastattn_cpu.so."""
 
@@ -176,7 +169,7 @@ class CpuLibrary(Library):
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
         self.check_abi("fa_abi_fields", "fa_cpu_max_head_dim", CPU_MAX_HEAD_DIM)
         self.workspace = self.entry("fa_cpu_workspace", integer, params, integer)
-        self.entry("fa_cpu_host", None, params)(_host())
+        self.entry("fa_cpu_host", None, params)(python_host())
         locked = ctypes.PyDLL(str(path))  # these release the GIL themselves, and raise
         self.run = self.entry("fa_cpu_run", integer, params, integer, integer, dll=locked)
         self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
