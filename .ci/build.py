@@ -58,7 +58,7 @@ def main():
         status = build.wait()
     except KeyboardInterrupt:
         os.killpg(build.pid, signal.SIGINT)
-        build.wait()
+        build.communicate()  # until the last of them has ended
         print(f"\nThe build was interrupted. {KEPT}", file=sys.stderr)
         return 130
     text = "".join(output)
