@@ -272,15 +272,26 @@ def test_hostile_arguments_of_blocks_raise(message):
         fastattn.top_blocks(**given | WRONG_BLOCKS[message])
 
 
-@pytest.mark.parametrize("zero", ("B", "H", "M", "N", "D"))
-def test_sizes_of_zero(zero):
-    b, h, m, n, d = (dict(B=2, H=4, M=3, N=8, D=4) | {zero: 0}).values()
-    hk = 0 if zero == "H" else 2
-    q, w = torch.zeros(b, h, m, d), torch.zeros(b, h, m)
-    found, scores = fastattn.lightning_index(q, torch.zeros(b, n, d), w, 5, return_scores=True)
-    assert found.shape == scores.shape == (b, 1, m, 5)
-    blocks = fastattn.top_blocks(q, torch.zeros(b, hk, n, d), 4, 5)
-    assert blocks.shape == (b, h, m, 5) and (zero != "N" or (blocks == -1).all())
+@pytest.mark.parametrize("causal", (False, "bottom_right"))
+@pytest.mark.parametrize("zero", ("B", "H", "H, Hk", "M", "N", "D", "count", "lengths"))
+def test_sizes_of_zero(zero, causal):
+    size = dict(B=2, H=4, Hk=2, M=3, N=8, D=4, count=5) | dict.fromkeys(zero.split(", "), 0)
+    b, h, hk, m, n, d, count = (size[x] for x in ("B", "H", "Hk", "M", "N", "D", "count"))
+    about = dict(causal=causal)
+    if zero == "lengths":
+        about |= dict(key_lengths=torch.zeros(b, dtype=torch.int64))
+    q, k, w = torch.zeros(b, h, m, d), torch.zeros(b, n, d), torch.zeros(b, h, m)
+    leaves = [x.requires_grad_() for x in (q, k, w)]
+    found, scores = fastattn.lightning_index(*leaves, count, return_scores=True, **about)
+    assert found.shape == scores.shape == (b, 1, m, count)
+    shapes = [x.shape for x in torch.autograd.grad(scores.sum(), leaves)]
+    assert shapes == [x.shape for x in leaves]
+    for shared in (False, True):
+        given = q.detach(), torch.zeros(b, hk, n, d), 4, count
+        blocks = fastattn.top_blocks(*given, shared=shared, **about)
+        assert blocks.shape == (b, hk if shared else h, m, count)
+        none = zero in ("N", "lengths")
+        assert (blocks == -1).all() if none else blocks.numel() == 0 or (blocks >= 0).any()
 
 
 def test_memory_is_that_of_the_choice():
