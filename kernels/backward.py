@@ -60,6 +60,8 @@ def gradients(
         dp = tl.where(keep, dp * call.reals.factor, 0.0)
     ds = p * (dp - delta)
     dqk = ds * derivative
+    if F.score_mod is not None:  # a score of -inf may have no derivative
+        dqk = tl.where(ds == 0, 0.0, dqk)
     if MASKED:
         ds, dqk = tl.where(seen, ds, 0.0), tl.where(seen, dqk, 0.0)
     return dropped, ds, dqk

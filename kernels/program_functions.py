@@ -62,7 +62,7 @@ def erf(x):
 
 @triton.jit
 def rsqrt(x):
-    return tl.div_rn(x * 0 + 1, tl.sqrt_rn(x))
+    return tl.div_rn(tl.zeros_like(x) + 1, tl.sqrt_rn(x))
 
 
 @triton.jit
@@ -85,9 +85,10 @@ def power(x, y):
         wide = tl.exp2(y.to(tl.float64) * tl.log2(tl.abs(x).to(tl.float64))).to(tl.float32)
         whole = tl.floor(y) == y
         odd = whole & (tl.floor(y * 0.5) * 2 != y)
-        wide = tl.where((x < 0) & odd, -wide, wide)
-        wide = tl.where((x < 0) & (tl.floor(y) != y), float("nan"), wide)
-        return tl.where((y == 0) | (x == 1), 1.0, wide)
+        wide = tl.where((x.to(tl.int32, bitcast=True) < 0) & odd, -wide, wide)  # -0 too
+        wide = tl.where((x < 0) & (x != float("-inf")) & ~whole, float("nan"), wide)
+        one = (y == 0) | (x == 1) | ((x == -1) & (tl.abs(y) == float("inf")))
+        return tl.where(one, 1.0, wide)
     return libdevice.pow(x, y)
 
 

@@ -113,8 +113,12 @@ def _truncated(t: Trace, input: Any, other: Any) -> Symbol:
 @known_as("fmod")
 def fmod(t: Trace, input: Any, other: Any) -> Symbol:
     x, y = pair(t, "fmod", input, other, "int")
-    size = t.emit("remainder", t.emit("abs", x), t.emit("abs", y))
-    return t.emit("mul", size, t.emit("sign", x))
+    if x.kind == "int":
+        size = t.emit("remainder", t.emit("abs", x), t.emit("abs", y))
+        return t.emit("mul", size, t.emit("sign", x))
+    below = t.emit("lt", x, t.constant(0.0))  # at 0, the gradient is that of the input
+    size = t.emit("remainder", t.emit("where", below, t.emit("neg", x), x), t.emit("abs", y))
+    return t.emit("where", below, t.emit("neg", size), size)
 
 
 @known_as("pow", "ipow", "float_power")
@@ -187,10 +191,9 @@ for _op, _names, _logical in (
     known_as(*_names)(with_first(_extreme, _op, _logical))
 
 
-@known_as("clamp", "clip", "hardtanh")
-def clamp(t: Trace, input: Any, min: Any = None, max: Any = None, **names: Any) -> Symbol:
+@known_as("clamp", "clip")
+def clamp(t: Trace, input: Any, min: Any = None, max: Any = None) -> Symbol:
     x = t.lift(input, "clamp")
-    min, max = names.get("min_val", min), names.get("max_val", max)
     for bound, op, beyond in ((min, "maximum", "lt"), (max, "minimum", "gt")):
         if bound is None:
             continue
@@ -210,6 +213,17 @@ def clamp_min(t: Trace, input: Any, min: Any) -> Symbol:
 @known_as("clamp_max")
 def clamp_max(t: Trace, input: Any, max: Any) -> Symbol:
     return clamp(t, input, None, max)
+
+
+@known_as("hardtanh")
+def hardtanh(
+    t: Trace, input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False
+) -> Symbol:
+    x = t.lift(input, "hardtanh")
+    for bound, beyond in ((min_val, "le"), (max_val, "ge")):  # at a bound, the gradient is 0
+        x, limit = t.promoted(x, t.lift(bound, "hardtanh"), least="int")
+        x = t.emit("where", t.emit(beyond, x, limit), limit, x)
+    return x
 
 
 @known_as("relu")

@@ -2,16 +2,36 @@
 
 Forward mode: each value gets its derivative by the rule of its operator. The rules are torch's:
 0 for roundings and comparisons, half to each operand of a minimum or maximum of two equal numbers.
+
+A branch of `where` that is not taken has no effect, whatever follows: a derivative is selected
+after all its products, because 0 times an infinite factor would be NaN. Torch's autograd selects
+before it multiplies by what a branch computes. So where the branch that is not taken has no
+derivative, as in where(s > 0, sqrt(s), 0) at -1, torch has NaN, and 0 is here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from .program import Builder, Value
 
 Derivative = int | None  # the number of a value; None: 0
+
+
+class Unselected(NamedTuple):
+    """A derivative that is not selected yet.
+
+    at: the number of a value.
+    taken: that of the bool where it counts. Elsewhere the derivative is 0, whatever the value is.
+    """
+
+    at: int
+    taken: int
+
+
+Move = Unselected | None  # None: 0
 
 
 class Differentiation:
@@ -39,16 +59,16 @@ class Differentiation:
 
     def by(self, at: int, result: int) -> Derivative:
         """Return the derivative of value `result` by value `at`."""
-        found: list[Derivative] = [None] * (result + 1)
+        found: list[Move] = [None] * (result + 1)
         for x in range(at, result + 1):
             value = self.values[x]
             if x == at:
-                found[x] = self.number(1.0)
+                found[x] = Unselected(self.number(1.0), self.builder.constant(True))
             elif value.kind == "float" and value.op in RULES:
                 moves = [found[y] for y in value.args]
                 if any(y is not None for y in moves):
                     found[x] = RULES[value.op](self, x, value.args, moves)
-        return found[result]
+        return self.selected(found[result])
 
     def by_score(self, result: int) -> tuple[Derivative, Derivative]:
         """Return the first and the second derivative of value `result` by the score."""
@@ -76,33 +96,45 @@ class Differentiation:
     def emit(self, op: str, *args: int) -> int:
         return self.builder.emit(op, *args)
 
-    def mul(self, x: Derivative, y: Derivative) -> Derivative:
-        if x is None or y is None:
-            return None
-        if self.is_one(x):
-            return y
-        return x if self.is_one(y) else self.emit("mul", x, y)
+    def selected(self, x: Move) -> Derivative:
+        return None if x is None else self.emit("where", x.taken, x.at, self.number(0.0))
 
-    def add(self, x: Derivative, y: Derivative) -> Derivative:
+    def mul(self, factor: int, x: Move) -> Move:
+        if x is None or self.is_one(factor):
+            return x
+        at = factor if self.is_one(x.at) else self.emit("mul", factor, x.at)
+        return Unselected(at, x.taken)
+
+    def div(self, x: Move, by: int) -> Move:
+        return None if x is None else Unselected(self.emit("div", x.at, by), x.taken)
+
+    def neg(self, x: Move) -> Move:
+        return None if x is None else Unselected(self.emit("neg", x.at), x.taken)
+
+    def add(self, x: Move, y: Move) -> Move:
         if x is None or y is None:
             return y if x is None else x
-        return self.emit("add", x, y)
+        if x.taken == y.taken:
+            return Unselected(self.emit("add", x.at, y.at), x.taken)
+        own, other = (self.emit("where", z.taken, z.at, self.number(0.0)) for z in (x, y))
+        return Unselected(self.emit("add", own, other), self.emit("or", x.taken, y.taken))
 
-    def neg(self, x: Derivative) -> Derivative:
-        return None if x is None else self.emit("neg", x)
-
-    def where(self, test: int, x: Derivative, y: Derivative) -> Derivative:
+    def where(self, test: int, x: Move, y: Move) -> Move:
+        other = self.emit("not", test)
+        if x is None or y is None:
+            moves, side = (x, test) if y is None else (y, other)
+            return moves and Unselected(moves.at, self.emit("and", side, moves.taken))
         if x == y:
             return x
-        x, y = (self.number(0.0) if z is None else z for z in (x, y))
-        return self.emit("where", test, x, y)
+        of_x, of_y = self.emit("or", x.taken, other), self.emit("or", y.taken, test)
+        return Unselected(self.emit("where", test, x.at, y.at), self.emit("and", of_x, of_y))
 
 
-Rule = Callable[[Differentiation, int, tuple[int, ...], list[Derivative]], Derivative]
+Rule = Callable[[Differentiation, int, tuple[int, ...], list[Move]], Move]
 
 
 def _either(compare: str) -> Rule:
-    def rule(d: Differentiation, at: int, args: tuple[int, ...], moves: list[Derivative]):
+    def rule(d: Differentiation, at: int, args: tuple[int, ...], moves: list[Move]) -> Move:
         (x, y), (dx, dy) = args, moves
         half = d.mul(d.number(0.5), d.add(dx, dy))
         other = d.where(d.emit("eq", x, y), half, dy)
@@ -116,24 +148,18 @@ def _of_one(factor: Callable[[Differentiation, int, int], int]) -> Rule:
     return lambda d, at, args, moves: d.mul(factor(d, at, args[0]), moves[0])
 
 
-def _div(d: Differentiation, at: int, args: tuple[int, ...], moves: list[Derivative]) -> Derivative:
+def _div(d: Differentiation, at: int, args: tuple[int, ...], moves: list[Move]) -> Move:
     (_, y), (dx, dy) = args, moves
-    first = None if dx is None else d.emit("div", dx, y)
-    second = None if dy is None else d.emit("div", d.emit("mul", dy, at), y)
-    return d.add(first, d.neg(second))
+    return d.add(d.div(dx, y), d.neg(d.div(d.mul(at, dy), y)))
 
 
-def _pow(d: Differentiation, at: int, args: tuple[int, ...], moves: list[Derivative]) -> Derivative:
+def _pow(d: Differentiation, at: int, args: tuple[int, ...], moves: list[Move]) -> Move:
     (x, y), (dx, dy) = args, moves
     zero, one = d.number(0.0), d.number(1.0)
-    of_x = of_y = None
-    if dx is not None:
-        less = d.emit("pow", x, d.emit("sub", y, one))
-        of_x = d.where(d.emit("eq", y, zero), None, d.mul(d.emit("mul", y, less), dx))
-    if dy is not None:
-        of_y = d.mul(d.emit("mul", at, d.emit("log", x)), dy)
-        none = d.emit("and", d.emit("eq", x, zero), d.emit("ge", y, zero))
-        of_y = d.where(none, None, of_y)
+    less = d.emit("pow", x, d.emit("sub", y, one))
+    of_x = d.where(d.emit("eq", y, zero), None, d.mul(d.emit("mul", y, less), dx))
+    none = d.emit("and", d.emit("eq", x, zero), d.emit("ge", y, zero))
+    of_y = d.where(none, None, d.mul(d.emit("mul", at, d.emit("log", x)), dy))
     return d.add(of_x, of_y)
 
 
@@ -153,14 +179,14 @@ def _erf(d: Differentiation, at: int, x: int) -> int:
 RULES: dict[str, Rule] = {
     "add": lambda d, at, args, moves: d.add(*moves),
     "sub": lambda d, at, args, moves: d.add(moves[0], d.neg(moves[1])),
-    "mul": lambda d, at, args, moves: d.add(d.mul(moves[0], args[1]), d.mul(args[0], moves[1])),
+    "mul": lambda d, at, args, moves: d.add(d.mul(args[1], moves[0]), d.mul(args[0], moves[1])),
     "neg": lambda d, at, args, moves: d.neg(moves[0]),
     "abs": _of_one(lambda d, at, x: d.emit("sign", x)),
     "minimum": _either("lt"),
     "maximum": _either("gt"),
     "where": lambda d, at, args, moves: d.where(args[0], *moves[1:]),
     "remainder": lambda d, at, args, moves: d.add(
-        moves[0], None if moves[1] is None else d.neg(d.mul(d.emit("floor_div", *args), moves[1]))
+        moves[0], d.neg(d.mul(d.emit("floor_div", *args), moves[1]))
     ),
     "div": _div,
     "pow": _pow,

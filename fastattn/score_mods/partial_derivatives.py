@@ -116,7 +116,7 @@ class ScoreModAt:
         """c_g."""
         found = torch.zeros_like(self.captured[0])
         for load in self.derived.loads:
-            self._add(found, load, g * self._at(load.slope))
+            self._add(found, load, g, self._at(load.slope))
         return found
 
     def gradient_tangent(
@@ -128,13 +128,13 @@ class ScoreModAt:
             if floats_t is not None:
                 for other, x in zip(self.derived.loads, by_load):
                     moved = moved + self._at(x) * floats_t[self._place(other)]
-            self._add(found, load, g * moved)
+            self._add(found, load, g, moved)
         return found
 
     def _place(self, load: Load) -> Tensor:
         return self.values[load.index].clamp(0, max(self.captured[0].numel() - 1, 0))
 
-    def _add(self, found: Tensor, load: Load, x: Tensor) -> None:
-        x = torch.where(x.isfinite(), x, 0.0)  # of hidden pairs
+    def _add(self, found: Tensor, load: Load, g: Tensor, slope: Tensor | float) -> None:
+        x = torch.where(g == 0, 0.0, g * slope)  # a hidden score may have no derivative
         at = self._place(load).expand(self.shape).reshape(-1)
         found.index_add_(0, at, x.expand(self.shape).reshape(-1))

@@ -186,6 +186,15 @@ rows are added unturned: diagonals: diagonals
 the slope of a tanh grows: derivatives: program_derivatives
 -d.emit("sub", d.number(1.0), d.emit("mul", at, at))
 +d.emit("add", d.number(1.0), d.emit("mul", at, at))
+a derivative is selected before it is multiplied: derivatives: program_derivatives
+-return Unselected(at, x.taken)
++return Unselected(self.emit("mul", factor, self.selected(x)), x.taken)
+a branch that is taken hides the other: derivatives: program_derivatives
+-self.emit("or", x.taken, other), self.emit("or", y.taken, test)
++self.emit("and", x.taken, other), self.emit("or", y.taken, test)
+a sum counts where both of its terms do: derivatives: program_derivatives
+-self.emit("or", x.taken, y.taken))
++self.emit("and", x.taken, y.taken))
 a magnitude has itself for a slope: derivatives: program_derivatives
 -d.emit("sign", x)),
 +d.emit("abs", x)),
@@ -193,8 +202,8 @@ equal operands count twice: derivatives: program_derivatives
 -d.mul(d.number(0.5), d.add(dx, dy))
 +d.add(dx, dy)
 a divisor's derivative is of the dividend: derivatives: program_derivatives
--d.emit("mul", dy, at), y)
-+d.emit("mul", dy, args[0]), y)
+-d.div(d.mul(at, dy), y)
++d.div(d.mul(args[0], dy), y)
 powers keep their exponent: derivatives: program_derivatives
 -less = d.emit("pow", x, d.emit("sub", y, one))
 +less = d.emit("pow", x, y)

@@ -10,6 +10,7 @@ from fastattn.score_mods.operators import OPS
 from fastattn.score_mods.program import Program
 from fastattn.score_mods.tracing import trace_score_mod
 from tests.score_mods.trees import TABLES, B, H, N, Tree, trees
+from tests.support.program_operators import AT_EDGES, POINTS, at_edges, by_function
 
 BY_SCORE = {
     "add": lambda s, x: s * s + s * x,
@@ -97,6 +98,24 @@ def test_there_is_a_rule_for_each_operator_of_floats():
     }
     zero = {"floor", "ceil", "trunc", "round", "sign", "floor_div", "to_float"}
     assert of_floats - zero == set(RULES)
+
+
+@pytest.mark.parametrize("name", AT_EDGES)
+def test_derivatives_at_infinities_zeros_and_kinks(name):
+    function = at_edges(name)
+    scores = torch.tensor(POINTS, dtype=torch.float64).view(1, 1, 1, -1)
+    traced = trace_score_mod(lambda s, b, h, i, j: function(s), dtype=torch.float64)
+    found = derived(*traced, scores, INDICES | dict(j=torch.arange(len(POINTS))))
+    for order, right in enumerate(by_function(function, scores)):
+        got = found[order].double().expand(right.shape)
+        same = torch.isclose(got, right, rtol=1e-12, atol=1e-12, equal_nan=True)
+        assert same.all(), (order, scores[~same], got[~same], right[~same])
+
+
+def test_each_operator_is_tested_at_the_edges():
+    of_floats = {x for x, op in OPS.items() for kinds, k in op.signatures if "float" in kinds}
+    of_others = {"to_int", "to_bool", "ge", "gt", "le", "lt", "eq", "ne"}
+    assert of_floats - of_others <= {name.partition(",")[0] for name in AT_EDGES}
 
 
 def test_equal_operands_share_the_derivative():

@@ -49,3 +49,53 @@ def function_of(text, whole):
 
 CASES = [(False, x, y) for x, y in ON_FLOATS.items()] + [(True, x, y) for x, y in ON_INTS.items()]
 IDS = [f"{y}, {'ints' if x else 'floats'}" for x, y, _ in CASES]
+
+# Functions of one number for each operator, and for each function of torch that has its own rule at
+# a kink. Their derivatives at POINTS are torch's.
+POINTS = [torch.inf, -torch.inf, 0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.0, -2.0, 3.0, 1e-3]
+AT_EDGES = {
+    "add": "x + 1", "sub": "1 - x", "mul": "x * 0.25", "mul, by itself": "x * x", "neg": "-x",
+    "abs": "x.abs()", "minimum": "torch.minimum(x, ONE)", "maximum": "torch.maximum(x, ONE)",
+    "maximum, of -inf": "torch.maximum(x, -ONE / 0)", "where": "torch.where(x > 0, x, -torch.inf)",
+    "floor_div": "torch.div(x, 1.5, rounding_mode='floor')", "remainder": "x % 1.5",
+    "remainder, by it": "torch.remainder(3 * ONE, x)", "sign": "torch.sign(x)", "div": "x / 2",
+    "div, by it": "1 / x", "div, by 0": "x / 0.0", "div, by itself": "x / x",
+    "pow": "torch.pow(x, 2 * ONE)", "pow, 3": "torch.pow(x, 3 * ONE)", "pow, 0": "x**0",
+    "pow, 1": "torch.pow(x, ONE)", "pow, 1/2": "torch.pow(x, ONE / 2)", "pow, -1": "x ** -ONE",
+    "pow, -2": "torch.pow(x, -2 * ONE)", "pow, of 2": "2.0**x", "pow, of 1": "1.0**x",
+    "pow, of inf": "torch.inf**x", "exp": "torch.exp(x)", "exp2": "torch.exp2(x)",
+    "log": "torch.log(x)", "log2": "torch.log2(x)", "sqrt": "torch.sqrt(x)",
+    "rsqrt": "torch.rsqrt(x)", "sin": "torch.sin(x)", "cos": "torch.cos(x)",
+    "tanh": "torch.tanh(x)", "sigmoid": "torch.sigmoid(x)", "erf": "torch.erf(x)",
+    "floor": "torch.floor(x)", "ceil": "torch.ceil(x)", "trunc": "torch.trunc(x)",
+    "round": "torch.round(x)", "relu": "torch.relu(x)", "clamp": "torch.clamp(x, -1, 2)",
+    "clamp, from 0": "x.clamp(min=0)", "hardtanh": "F.hardtanh(x)", "silu": "F.silu(x)",
+    "leaky_relu": "F.leaky_relu(x, 0.1)", "gelu": "F.gelu(x)",
+    "gelu, by tanh": "F.gelu(x, approximate='tanh')", "fmod": "torch.fmod(x, 1.5)",
+    "square": "torch.square(x)", "reciprocal": "torch.reciprocal(x)",
+    # A branch that is not taken, below other functions.
+    "rsqrt, of a branch": "torch.rsqrt(1 + torch.where(x > 0.7, x, -torch.inf) ** 2)",
+    "tanh, of a branch": "torch.tanh(torch.where(x > 0.7, x, torch.inf) * 3)",
+    "div, by a branch": "2 / torch.where(x > 0.7, x, 0.0)",
+    "sqrt, of a branch": "torch.sqrt(torch.relu(x) + torch.relu(-1 - x))",
+    "log, of a branch": "1 / torch.log(x.clamp(min=0) * 2)",
+    "exp, of branches": "torch.exp(-torch.where(x > 1, torch.where(x < 3, x, torch.inf), 2 * x))",
+    "pow, of a branch": "torch.pow(torch.maximum(x, ONE / 2) - 0.5, ONE / 2)",
+}  # fmt: skip
+
+
+def at_edges(name):
+    given = {"torch": torch, "F": torch.nn.functional, "ONE": torch.ones((), dtype=torch.float64)}
+    return eval(f"lambda x: {AT_EDGES[name]}", given)
+
+
+def by_function(function, scores):
+    """f, f_x and f_xx of a function of torch tensors, by torch's autograd."""
+    given = scores.clone().requires_grad_()
+    found = [function(given)]
+    for _ in range(2):
+        f, grad = found[-1], torch.zeros_like(scores)
+        if f.requires_grad:
+            (grad,) = torch.autograd.grad(f.sum(), given, create_graph=True, materialize_grads=True)
+        found.append(grad)
+    return [x.detach() + 0 for x in found]  # a zero of torch's own kind has no numbers

@@ -49,6 +49,8 @@ SHARES = {
     "test_vmap_dropout": (7, 2),
     "test_vmap_dropout::test_it_compiles_as_one_graph": (NONE, NONE),
     "test_sinks": (13, 1),
+    "test_score_mod_edges": (13, 1),
+    "test_program_derivatives": (4, ALL),
     "test_special_values": (5, 5),
     "test_special_values::test_rows_far_from_zero": (13, 7),
     "test_dense_masks": (9, 5),
