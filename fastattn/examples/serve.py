@@ -25,7 +25,7 @@ from .common import Claims, least_seconds, new_figure, parse, parser, progress, 
 WIDTH, HEADS, LAYERS = 256, 8, 2  # half as wide, a step would take mostly Python's time
 DIM = WIDTH // HEADS
 CONTEXT, PAGE, SLOTS = 256, 16, 12
-STEPS, ROWS, RATE = 300, 1024, 2e-3
+STEPS, ROWS, RATE = 400, 1024, 2e-3
 REQUESTS, PROMPTS, ANSWERS = 48, (4, 128), (8, 128)  # lengths, from and to
 SHADES = torch.tensor([[255, 255, 255], [116, 196, 118], [11, 110, 79], [240, 190, 195]])
 CONTINUOUS, PADDED, ALONE = "continuous batching", "padded batches", "one after the other"

@@ -201,14 +201,14 @@ def test_the_picture_of_the_readme_has_a_mark_for_each_machine_and_a_bar_for_eac
 @pytest.mark.parametrize("width", [400, 900])
 def test_the_picture_of_the_readme_reads_at(width):
     """Its letters are at least 8 pixels high, and none is past its edge."""
-    pytest.importorskip("matplotlib")
+    text = pytest.importorskip("matplotlib.text")
     figure = plot_readme.draw([*map(results.read, results.FOLDER.glob("*.json"))], new_figure)
     figure.draw_without_rendering()
     scale = width / (figure.get_figwidth() * figure.dpi)
-    for text in figure.findobj(lambda x: hasattr(x, "get_text") and x.get_text()):
-        box = text.get_window_extent()
-        assert text.get_fontsize() * figure.dpi / 72 * scale >= 8, text
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.width, text
+    for words in figure.findobj(lambda x: isinstance(x, text.Text) and x.get_text()):
+        box = words.get_window_extent()
+        assert words.get_fontsize() * figure.dpi / 72 * scale >= 8, words
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width, words
 
 
 def test_a_report_is_written_between_markers(files, tmp_path, sweep):
