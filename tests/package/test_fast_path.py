@@ -97,7 +97,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:causal=True of one row")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_results_have_the_bits_and_strides_of_the_general_path(ran, shape, dtype):

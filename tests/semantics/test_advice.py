@@ -6,6 +6,8 @@ import torch
 import fastattn
 from fastattn.dispatch import advice, operation
 
+pytestmark = pytest.mark.filterwarnings("error")  # that of one row is ignored elsewhere
+
 r = torch.randn
 
 
