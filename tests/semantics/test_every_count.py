@@ -48,9 +48,10 @@ def judged(rows, lengths, dtype, given):
     k, v = (randn(B, Hk, N, n).masked_fill(past[:, None, :, None], torch.nan) for n in (D, Dv))
     hidden = torch.rand(B, H, rows, N, generator=draw) < 0.2
     hidden[3::7] = hidden[1::5, 1::2, -1:] = True  # rows that see nothing
-    # A sink of 200 takes its rows: where it is left out of a maximum, exp is infinite.
+    # A sink of 200 takes its rows: where it is left out of a maximum, exp is infinite. One of -inf
+    # leaves rows without a key an LSE of -inf.
     arguments = dict(
-        sinks=apart(torch.tensor([0.5, 200.0, -1.0, 0.0], dtype=wide)),
+        sinks=apart(torch.tensor([0.5, 200.0, -1.0, -torch.inf], dtype=wide)),
         softcap=4.0,
         mask=randn(B, H, rows, N).masked_fill(hidden, -torch.inf),
         alibi_slopes=apart(torch.rand(B, H, generator=draw).to(wide)),

@@ -14,10 +14,10 @@ D, SCALE = 8, 0.5
 # Vectors of 4 to 16 rows, stripes of 32 rows of a mask_mod, tiles of 64 and 128; groups of 4 keys,
 # blocks of 64 of a mask_mod, of 128 keys.
 ROWS = 0, 3, 4, 15, 16, 31, 32, 33, 63, 64, 65, 95, 96, 127, 128, 132
-KEYS = 0, 3, 4, 16, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256, 260
+KEYS = 0, 3, 4, 63, 64, 65, 127, 128, 191, 192, 255, 256, 300, 319, 329
 # Rows and keys of a call, and the rows of pairs. Few rows have kernels of their own. A mask_mod has
 # classes of blocks from some number of pairs on, and up to 64 items.
-SIZES = {"many rows": (133, 261, ROWS), "few rows": (5, 6600, (0, 4))}
+SIZES = {"many rows": (133, 330, ROWS), "few rows": (5, 6600, (0, 4))}
 ITEMS = 64
 
 FORMS = {
