@@ -214,6 +214,7 @@ struct FaAppend {
   const int64_t* offsets;  // (B+1), or null
   int64_t B, n, Hk, D, P, page, blocks;
   int64_t threads;         // at most this many threads
+  const void* subtracted;  // (Hk,D) in float, or double of FA_F64: rows are quantised less it; or null
 };
 
 // A program that calls the library, if it has a lock over its threads, as Python has, and may

@@ -128,6 +128,14 @@ def check(t: Tensors, o: Options) -> None:
     need(o.dropout_p == 0 or t.seed is not None, "seed", None, "a tensor, because dropout_p > 0")
 
 
+def check_alone(name: str, x: object, of_q: torch.dtype, **sizes: int) -> None:
+    """`check` of one optional tensor, if q has this dtype and the letters of shapes these sizes."""
+    _type(ARGUMENTS[name], x, optional=True)
+    assert isinstance(x, Tensor)
+    _dtype(ARGUMENTS[name], x, of_q, scaled=False)
+    _shape_fits(ARGUMENTS[name], x, sizes)
+
+
 def need_memory(t: Tensors) -> None:
     """Raise ValueError for a tensor without storage, as `storage.resize_(0)` leaves it."""
     for _, argument, x in _present(t):

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..call.int4 import INT4, columns, quantised_int4, row_bytes
 from ..call.quantisation import STORAGE, quantised
 from .huge_pages import advised
+from .key_offset import offset_of
 
 
 def indexable(x: Tensor) -> Tensor:
@@ -40,6 +41,7 @@ class Pool:
         (P,page,Hk). Rows in four bits are bytes of `INT4`, D / 32 * 20 for D numbers.
     latent: None; or that many, the first, of the numbers of a key are its value: only keys are
         kept.
+    offset: (Hk,D), or None: rows of keys in few bits are stored less it.
     """
 
     forked: bool
@@ -47,6 +49,7 @@ class Pool:
     kept: dict[str, Tensor]
     users: Tensor
     latent: int | None = None  # of caches saved by 0.1.0
+    offset: Tensor | None = None
 
     def __init__(
         self,
@@ -99,9 +102,16 @@ class Pool:
     def page(self) -> int:
         return self.k.shape[1]
 
+    def decide_offset(self, k: Tensor) -> None:
+        """Keys (B,Hk,n,D) or (T,Hk,D) that come into empty pages decide the offset."""
+        if self.k.dtype != self.dtype and not self.users.any():
+            self.offset = offset_of(k, self.latent or 0)
+
     def rows(self, **given: Tensor) -> dict[str, Tensor]:
         """Rows (n,Hk,D) of k, and of v, as they are stored. Views of the pages are copied, because
         the pages will be written."""
+        if self.offset is not None:
+            given["k"] = given["k"].to(self.offset.dtype) - self.offset
         if self.k.dtype == self.dtype:
             pages = {x.untyped_storage().data_ptr() for x in self.kept.values()}
             return {

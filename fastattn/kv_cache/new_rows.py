@@ -25,8 +25,8 @@ from .block_pool import Pool, write
 # (the pool's tensors, table, lengths with the new rows) -> None: writes the last rows of each item.
 Put = Callable[[dict[str, Tensor], Tensor, Tensor], None]
 # FaAppend: data, stride[4] and dtype of x; pages, their dtype and stride[3]; scales and theirs;
-# table, lengths, offsets; B, n, Hk, D, P, page, blocks, threads.
-_APPEND = struct.Struct("=Q5qQ4qQ3q3Q8q")
+# table, lengths, offsets; B, n, Hk, D, P, page, blocks, threads; what is subtracted.
+_APPEND = struct.Struct("=Q5qQ4qQ3q3Q8qQ")
 _SEES_OPERATIONS = [x for x in SUBSYSTEMS if x[0] is not torch._C._is_any_autocast_enabled]
 
 
@@ -36,7 +36,7 @@ def put(pool: Pool, given: dict[str, Tensor], offsets: Tensor | None = None) -> 
     Rows that may be views of pages are read now, before pages are written.
     """
     if _is_direct(pool.kept, given):
-        return partial(_append, given, offsets)
+        return partial(_append, given, offsets, pool.offset)
     if offsets is not None:
         return put_stored(pool.rows(**given), offsets.diff())
     n, rows = given["k"].shape[2], {name: x.transpose(1, 2) for name, x in given.items()}
@@ -89,6 +89,7 @@ def _is_direct(kept: dict[str, Tensor], given: dict[str, Tensor]) -> bool:
 def _append(
     given: dict[str, Tensor],
     offsets: Tensor | None,
+    subtracted: Tensor | None,
     kept: dict[str, Tensor],
     table: Tensor,
     lengths: Tensor,
@@ -112,8 +113,14 @@ def _append(
             *((0, 0, 0, 0) if scales is None else (scales.data_ptr(), *scales.stride())),
             *bookkeeping,
             *(len(lengths), n, heads, D, P, page, table.shape[1], threads),
+            0 if subtracted is None or name != "k" else subtracted.data_ptr(),
         )
-        if libraries.cpu().append(packed) != libraries.OK:
+        status = libraries.cpu().append(packed)
+        if status == libraries.NO_MEMORY:
+            raise MemoryError(
+                "KVCache: got no memory for a row, expected room for one on each thread"
+            )
+        if status != libraries.OK:
             raise RuntimeError(
                 "KVCache: got a table without pages for new rows, expected a cache that one thread "
                 "at a time changes"

@@ -50,7 +50,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == text
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 + len(storage_error.STORAGES)
-    assert len(re.findall(r"[\d.]+% \([\d.]+%\)", text)) == 6 * len(storage_error.STORAGES)
+    assert len(re.findall(r"[\d.]+% \([\d.]+%\)", text)) == 8 * len(storage_error.STORAGES)
 
 
 @pytest.mark.parametrize("data", storage_error.DATA)

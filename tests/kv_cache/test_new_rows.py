@@ -171,6 +171,28 @@ def test_rows_have_the_bits_of_torchs_operations(storage, dtype):
             assert not list(others), (d, dv, page_size)
 
 
+@every_dtype
+@pytest.mark.parametrize("storage", [x for x in STORAGES if STORAGES[x]])
+def test_rows_less_an_offset_have_the_bits_of_torchs_operations(storage, dtype):
+    of = STORAGES[storage]
+    for d, threads in ((1, 1), (33, 1), (64, 3), (160, 1)):
+        if of == "int4" and d % BLOCK:
+            continue
+        shift = torch.linspace(-90, 90, 3 * d).view(3, 1, d)
+        k = torch.randn(2, 3, 40, d, generator=torch.Generator().manual_seed(d))
+        k, v = ((x + 3 * shift).to(DTYPES[dtype]) for x in (k, k.flip(2)))
+        packed = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        changes = [(k, v), (k[:, :, :1], v[:, :, :1]), (*packed, torch.tensor([0, 50, 80]))]
+        sizes = dict(batch=2, heads=3, head_dim=d, dtype=DTYPES[dtype], storage=of)
+        torch.set_num_threads(threads)
+        try:
+            assert not list(other_rows(changes, capacity=200, page_size=7, **sizes)), d
+        finally:
+            torch.set_num_threads(1)
+        cache = filled(changes, capacity=200, **sizes)
+        assert cache.key_offset.count_nonzero() > d
+
+
 @pytest.mark.usefixtures("one_thread")  # torch flushes on the thread that asks for it
 @every_storage
 def test_rows_when_subnormal_numbers_are_flushed(storage):
@@ -306,7 +328,7 @@ def test_a_page_that_is_not_there_is_not_written():
     wrong = [(x, longer) for x in tables] + [(table, longer - 61), (table, longer + 90)]
     for state in wrong:
         with pytest.raises(RuntimeError, match="got a table without pages for new rows"):
-            new_rows._append(dict(k=k, v=k), None, cache._pool.kept, *state)
+            new_rows._append(dict(k=k, v=k), None, None, cache._pool.kept, *state)
     assert torch.equal(cache.k_pages.view(torch.int32), before.view(torch.int32))
 
 

@@ -94,6 +94,8 @@ SHARES = {
     "test_int4_errors": (4, ALL),
     "test_int4_cache": (4, 2),
     "test_new_rows": (7, 2),
+    "test_key_offset": (4, 2),
+    "test_key_offset::test_compiled": (NONE, NONE),  # half a minute
     "test_huge_pages": (4, ALL),
     "test_storage_error": (NONE, 2),
     "test_amx": (5, ALL),

@@ -27,16 +27,37 @@ WriteRow row_writer_of(int64_t dtype) {
       return copy_row<T>;
   }
 }
-inline WriteRow row_writer(const FaAppend& p) {
+
+template <class T>
+void subtract(const void* row, const void* subtracted, int64_t n, void* to) {
+  using R = NumberOf<T>;
+  const T* x = static_cast<const T*>(row);
+  for (int64_t i = 0; i < n; ++i)
+    static_cast<R*>(to)[i] = number(x[i]) - static_cast<const R*>(subtracted)[i];
+}
+
+// subtract: null, or makes the row that `write` gets.
+struct RowWriter {
+  WriteRow write;
+  void (*subtract)(const void* row, const void* subtracted, int64_t n, void* to);
+  int64_t number_size;
+};
+template <class T>
+RowWriter row_writer_from(const FaAppend& p) {
+  using R = NumberOf<T>;
+  if (p.subtracted) return {row_writer_of<R>(p.dtype), subtract<T>, sizeof(R)};
+  return {row_writer_of<T>(p.dtype), nullptr, 0};
+}
+inline RowWriter row_writer(const FaAppend& p) {
   switch (p.x.dtype) {
     case FA_F64:
-      return row_writer_of<double>(p.dtype);
+      return row_writer_from<double>(p);
     case FA_BF16:
-      return row_writer_of<RowBf16>(p.dtype);
+      return row_writer_from<RowBf16>(p);
     case FA_F16:
-      return row_writer_of<RowF16>(p.dtype);
+      return row_writer_from<RowF16>(p);
     default:
-      return row_writer_of<float>(p.dtype);
+      return row_writer_from<float>(p);
   }
 }
 
@@ -63,7 +84,8 @@ inline int64_t bad_append(const FaAppend& p) {
   return FA_OK;
 }
 
-inline void append_rows(const FaAppend& p, WriteRow write, int64_t task) {
+// `room` is for D numbers, if the writer subtracts.
+inline void append_rows(const FaAppend& p, const RowWriter& writer, int64_t task, void* room) {
   const int64_t end = std::min((task + 1) * kRowsOfTask, all_new_rows(p));
   const char* from = static_cast<const char*>(p.x.data);
   for (int64_t at = task * kRowsOfTask; at < end;) {
@@ -77,10 +99,19 @@ inline void append_rows(const FaAppend& p, WriteRow write, int64_t task) {
       const auto place = [&](const int64_t* stride, int64_t h) {
         return page * stride[0] + position * stride[1] + h * stride[2];
       };
-      for (int64_t h = 0; h < p.Hk; ++h)
-        write(from + (of_item + i * p.x.stride[1] + h * p.x.stride[2]) * item_size(p.x.dtype), p.D,
-              static_cast<uint8_t*>(p.pages) + place(p.stride, h) * item_size(p.dtype),
-              p.scales ? p.scales + place(p.scale_stride, h) : nullptr);
+      for (int64_t h = 0; h < p.Hk; ++h) {
+        const int64_t at_x = of_item + i * p.x.stride[1] + h * p.x.stride[2];
+        const void* x = from + at_x * item_size(p.x.dtype);
+        if (writer.subtract) {
+          const char* of_head =
+              static_cast<const char*>(p.subtracted) + h * p.D * writer.number_size;
+          writer.subtract(x, of_head, p.D, room);
+          x = room;
+        }
+        writer.write(x, p.D,
+                     static_cast<uint8_t*>(p.pages) + place(p.stride, h) * item_size(p.dtype),
+                     p.scales ? p.scales + place(p.scale_stride, h) : nullptr);
+      }
     }
   }
 }

@@ -382,13 +382,14 @@ int64_t fa_cpu_index(const FaIndexer* p) {
 // Waking a thread takes as long as quantising some 2^16 numbers.
 int64_t fa_cpu_append(const FaAppend* p) {
   if (const int64_t status = fa::bad_append(*p)) return status;
-  const fa::WriteRow write = fa::row_writer(*p);
+  const fa::RowWriter writer = fa::row_writer(*p);
   const int64_t tasks = fa::append_tasks(*p);
   const double worth = 1 + double(fa::all_new_rows(*p)) * p->Hk * p->D / (1 << 16);
   const int64_t threads = worth < p->threads ? static_cast<int64_t>(worth) : p->threads;
-  fa::run_tasks(tasks, 0, threads, nullptr,
-                [&](int64_t task, char*) { fa::append_rows(*p, write, task); });
-  return FA_OK;
+  const bool done = fa::run_tasks(
+      tasks, p->D * writer.number_size, threads, nullptr,
+      [&](int64_t task, char* scratch) { fa::append_rows(*p, writer, task, scratch); });
+  return done ? FA_OK : FA_NO_MEMORY;
 }
 
 const char* fa_cpu_isas(void) {
