@@ -6,6 +6,8 @@
 # make test-all  all tests, but of compiled GPU kernels a part. tests/README.md says what each runs
 # make test-torch   test a wheel with several versions of torch, each in an environment of its own:
 #                VERSIONS="2.8 2.10", PYTHONS="python3.10 python3.13", SAVE=1 writes the table
+# make test-transformers   the tests of models with several versions of transformers, each in an
+#                environment beside: VERSIONS=5.24, else all supported; SAVE=1 writes the table
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
 # make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
 #                needs nvcc, and builds them whether there is a GPU or not
@@ -70,7 +72,7 @@ VISION := build/vision-0.28.0
 DOCS := build/docs-tools
 DOCUMENT = PYTHONPATH=$(CURDIR)/$(DOCS) JUPYTER_PATH=$(CURDIR)/$(DOCS)/share/jupyter $(PYTHON)
 
-.PHONY: help docs test-docs docs-update bench check test test-rest test-all test-interpreter test-torch test-arm test-gpu test-cuda test-ptx fuzz gpu wheels hub sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
+.PHONY: help docs test-docs docs-update bench check test test-rest test-all test-interpreter test-torch test-transformers test-arm test-gpu test-cuda test-ptx fuzz gpu wheels hub sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -94,10 +96,13 @@ check test test-rest test-all: setup
 test-interpreter: setup
 	@$(INTERPRET) $(ARGS) || [ $$? -eq 5 ]
 
-VERSIONS ?= 2.8 2.10 2.13
+VERSIONED = --workers $(WORKERS) $(if $(call on,SAVE),--save) $(ARGS)
 test-torch: setup
-	@$(PYTHON) -m tests.torch_versions $(VERSIONS) $(if $(PYTHONS),--pythons $(PYTHONS)) \
-		--workers $(WORKERS) $(if $(call on,SAVE),--save) $(ARGS)
+	@$(PYTHON) -m tests.torch_versions $(or $(VERSIONS),2.8 2.10 2.13) \
+		$(if $(PYTHONS),--pythons $(PYTHONS)) $(VERSIONED)
+
+test-transformers: setup
+	@$(PYTHON) -m tests.torch_versions --transformers $(VERSIONS) $(VERSIONED)
 
 test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -83,3 +83,9 @@ def test_a_report_is_read_and_shown(tmp_path):
     )
     page = program.table([line], {"torch 2.8.0": outcome.declined})
     assert line in page and "- 1: torch has none" in page
+    assert "| transformers |" not in page
+    of_models = program.row_of_transformers(about | dict(transformers="5.24.0"), outcome)
+    assert of_models == "| 5.24.0 | 2.8.0 | 3.11.7 | x86_64 | 1 | 2 | 1 |"
+    names = {"torch 2.8.0": outcome.declined, "transformers 5.24.0": outcome.declined}
+    tables = program.table([line, of_models], names).partition("| transformers |")
+    assert line in tables[0] and of_models in tables[2] and of_models not in tables[0]

@@ -1,12 +1,15 @@
-"""Run a slice of the tests with several versions of torch and of Python, each with its own Triton.
+"""Run a slice of the tests with several versions of torch and of Python, each with its own Triton;
+or the tests of models with several versions of transformers.
 
 python -m tests.torch_versions 2.8 2.10      these versions of torch, with this Python
     --pythons python3.10 python3.13          with each of these Pythons
     --tier test                              a larger slice: tests/README.md
     --save                                   add the outcomes to results.md and results.json
+python -m tests.torch_versions --transformers      all supported versions of transformers
+    5.24                                     this one
 
-The wheel is installed into each environment, so the tests run what a user would install. Exits with
-1 if a test fails.
+The wheel is installed into each environment of a torch, so the tests run what a user would install.
+The environments of transformers share this Python's other packages. Exits with 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from tests.torch_versions.environment import ROOT, Environment, NotServed, wheel
+from fastattn.integrations.transformers_forms import VERSIONS
+from tests.torch_versions.environment import ROOT, Environment, NotServed, OfTransformers, wheel
 
 RESULTS = Path(__file__).with_name("results.json")  # of all runs; results.md is made from it
 # Tests of the checkout itself, or of tools that these environments do not have.
 LEFT_OUT = ("tests/package", "tests/cuda", "tests/emulator", "tests/mutation", "tests/sanitize_cpu")
 LEFT_OUT += ("tests/bench", "tests/gpu", "tests/distributed")
+# Tests of models of transformers: their outputs, gradients and tokens are those of eager attention.
+OF_MODELS = ("test_integration_transformers*", "test_transformers_*", "test_latent_models*")
+OF_MODELS += ("test_flex_transformers*", "test_flash_attn_models*", "test_flash_attn_install*")
 
 
 class Outcome(NamedTuple):
@@ -42,8 +49,8 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def run(environment: Environment, tier: str, workers: int) -> Outcome:
-    """Run the slice against the installed wheel.
+def run(environment: Environment, tier: str, workers: int, tests: list[str]) -> Outcome:
+    """Run the slice of these tests against the installed fastattn.
 
     The working folder has links to the tests and to bench, and no fastattn that would hide the
     installed one.
@@ -65,9 +72,8 @@ def run(environment: Environment, tier: str, workers: int) -> Outcome:
         f"pythonpath={tree}",
     ]
     options += [f"-n{workers}", "--dist=worksteal"] if workers > 1 else []
-    options += [f"--ignore={ROOT / name}" for name in LEFT_OUT]
     start = time.monotonic()
-    command = [environment.folder / "bin" / "pytest", *options, ROOT / "tests"]
+    command = [environment.python, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     (environment.folder / "log.txt").write_text(done.stdout + done.stderr)
     if not report.exists():
@@ -111,7 +117,14 @@ def row(about: dict, outcome: Outcome) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-HEADER = """# Versions of torch and of Python that were tested
+def row_of_transformers(about: dict, outcome: Outcome) -> str:
+    """A line of the table of transformers."""
+    cells = about["transformers"], about["torch"], about["python"], about["architecture"]
+    counts = len(outcome.failed), sum(outcome.declined.values())
+    return f"| {' | '.join(map(str, (*cells, outcome.passed, *counts)))} |"
+
+
+HEADER = """# Versions of torch, of Python and of transformers that were tested
 
 Written by `make test-torch SAVE=1`, and by `make test-arm ARGS=--save`, which runs a smaller slice.
 Each row is one environment with the same abi3 wheel; on aarch64 with the cross-compiled library.
@@ -122,9 +135,22 @@ Each row is one environment with the same abi3 wheel; on aarch64 with the cross-
 """
 
 
+OF_TRANSFORMERS = """
+`make test-transformers SAVE=1` runs the tests of models with each minor version of transformers
+that `fastattn.integrations.transformers` accepts: outputs, gradients and generated tokens are those
+of eager attention.
+
+| transformers | torch | Python | architecture | passed | failed | declined |
+|---|---|---|---|---|---|---|
+"""
+
+
 def table(rows: list[str], declined: dict[str, Counter[str]]) -> str:
-    """The page of results."""
-    text = HEADER + "\n".join(rows) + "\n"
+    """The page of results. Rows belong to the names of `declined`, in order."""
+    text, names = HEADER, list(declined)
+    for title, wanted in (("", False), (OF_TRANSFORMERS, True)):
+        here = [x for x, name in zip(rows, names) if name.startswith("transformers") == wanted]
+        text += title * bool(here) + "".join(f"{x}\n" for x in here)
     for name, reasons in declined.items():
         text += f"\n## Declined with {name}\n\n"
         text += "".join(f"- {count}: {reason}\n" for reason, count in reasons.most_common())
@@ -136,7 +162,7 @@ def save(rows: list[str], declined: dict[str, Counter[str]]) -> None:
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for line, (name, reasons) in zip(rows, declined.items(), strict=True):
         kept[name] = dict(row=line, declined=dict(reasons))
-    kept = dict(sorted(kept.items(), key=lambda each: _numbers(each[0])))
+    kept = dict(sorted(kept.items(), key=lambda x: (x[0].partition(" ")[0], _numbers(x[0]))))
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     every = {name: Counter(each["declined"]) for name, each in kept.items()}
     page = table([each["row"] for each in kept.values()], every)
@@ -149,25 +175,36 @@ def _numbers(name: str) -> list[int]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torch_versions", description=__doc__)
-    parser.add_argument("versions", nargs="+")
+    parser.add_argument("versions", nargs="*")
+    parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--pythons", nargs="+", default=[sys.executable])
-    parser.add_argument("--tier", default="check")
+    parser.add_argument("--tier")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
-    built, rows, declined, bad = wheel(), [], {}, 0
-    for version in options.versions:
+    if not (versions := options.versions or (VERSIONS if options.transformers else ())):
+        parser.error("versions: got none, expected those of torch, such as 2.8")
+    kind, make_row, tier = Environment, row, options.tier or "check"
+    tests = [f"--ignore={ROOT / name}" for name in LEFT_OUT] + [str(ROOT / "tests")]
+    if options.transformers:
+        kind, make_row, tier = OfTransformers, row_of_transformers, options.tier or "whole"
+        tests = [str(x) for y in OF_MODELS for x in sorted(ROOT.glob(f"tests/integrations/{y}.py"))]
+    built = None if options.transformers else wheel()
+    rows, declined, bad = [], {}, 0
+    for version in versions:
         for interpreter in options.pythons:
-            environment = Environment(version, interpreter)
+            environment = kind(version, interpreter)
             try:
                 environment.make(built)
             except NotServed as why:
-                print(f"torch {version}, {interpreter}: not run: {why}", flush=True)
+                print(f"{version}, {interpreter}: not run: {why}", flush=True)
                 continue
             about = environment.about()
-            outcome = run(environment, options.tier, options.workers)
+            outcome = run(environment, tier, options.workers, tests)
             name = f"torch {about['torch']}, Python {about['python']}"
-            rows.append(row(about, outcome))
+            if options.transformers:
+                name = f"transformers {about['transformers']}, {name}"
+            rows.append(make_row(about, outcome))
             declined[name] = outcome.declined
             bad += len(outcome.failed)
             print(f"{name}: {summary(outcome)}", flush=True)

@@ -1,4 +1,5 @@
-"""Make a virtual environment with one version of torch, its Triton, and fastattn's wheel.
+"""Make a virtual environment with one version of torch, its Triton, and fastattn's wheel; or one
+with a version of transformers before the packages of this Python.
 
 A CUDA build of torch gets stand-ins for NVIDIA's libraries (`stand_ins`), so an environment takes
 two gigabytes, not six. It is kept in build/ and made again only if it is not complete.
@@ -12,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +28,12 @@ PACKAGES += ("transformers; python_version >= '3.11'", "diffusers; python_versio
 PACKAGES += ("x-transformers; python_version >= '3.11'", "setuptools")
 OF_GPUS = r"torch$|triton|nvidia|cuda"  # installed by their own rules, or not at all
 ABOUT = """
-import json, platform, sys, torch, fastattn
+import importlib.metadata, importlib.util, json, platform, sys, torch, fastattn
 from fastattn.backends.native import libraries
 from fastattn.backends.triton_support.tile_configs import triton_version
+has = importlib.util.find_spec("transformers") is not None
 print(json.dumps(dict(
+    transformers=importlib.metadata.version("transformers") if has else None,
     python="%d.%d.%d" % sys.version_info[:3], torch=torch.__version__,
     backends={name: why or "runs" for name, why in fastattn.available_backends().items()},
     architecture=platform.machine(), triton=triton_version(),
@@ -66,12 +70,15 @@ class Environment:
         Raises:
             NotServed: pip has no such version, or the interpreter is not here.
         """
+        self._complete()
+        self._pip("--force-reinstall", "--no-deps", str(wheel))
+
+    def _complete(self) -> None:
         complete = self.folder / "complete"
         if not complete.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
             self._make()
             complete.touch()
-        self._pip("--force-reinstall", "--no-deps", str(wheel))
 
     def about(self) -> dict:
         """The versions, and what runs."""
@@ -81,18 +88,12 @@ class Environment:
         return json.loads(done.stdout.splitlines()[-1])
 
     def _make(self) -> None:
-        command = [self.interpreter, "-m", "venv", str(self.folder)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except FileNotFoundError:
-            raise NotServed(f"{self.interpreter} is not here") from None
-        if done.returncode:
-            raise NotServed(f"{self.interpreter}: {(done.stderr or done.stdout).strip()}")
+        self._make_empty()
         series = self.version.count(".") == 1
         self._pip("--no-deps", f"torch=={self.version}" + ".*" * series)
         own = self._needs_of_torch()
         triton = [x for x in own if x.startswith("triton")]
-        self._pip(*self._constraints(), *(x for x in own if not re.match(OF_GPUS, x)))
+        self._pip(*self._constraints("torch"), *(x for x in own if not re.match(OF_GPUS, x)))
         self._pip("--no-deps", *self._packages())
         if triton:
             self._pip("--no-deps", *triton)
@@ -101,20 +102,29 @@ class Environment:
         elif self._run("-c", "import torch").returncode:
             raise NotServed(f"torch {self.version} does not load without stand-ins: {why}")
 
+    def _make_empty(self) -> None:
+        command = [self.interpreter, "-m", "venv", str(self.folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise NotServed(f"{self.interpreter} is not here") from None
+        if done.returncode:
+            raise NotServed(f"{self.interpreter}: {(done.stderr or done.stdout).strip()}")
+
     def _packages(self) -> list[str]:
         """The packages of the tests and what these need, without torch."""
         report = self.folder / "report.json"
         command = ("install", "-q", "--dry-run", "--report", str(report))
-        done = self._run("-m", "pip", *command, *self._constraints(), *PACKAGES)
+        done = self._run("-m", "pip", *command, *self._constraints("torch"), *PACKAGES)
         if done.returncode:
             raise RuntimeError(f"pip resolves no tests' packages: {done.stderr}")
         found = [x["metadata"] for x in json.loads(report.read_text())["install"]]
         wanted = [x for x in found if not re.match(OF_GPUS, x["name"])]
         return [f"{x['name']}=={x['version']}" for x in wanted]
 
-    def _constraints(self) -> list[str]:
-        """The constraints without that on torch: its version is another here."""
-        text = re.sub(r"^torch==.*$", "", CONSTRAINTS.read_text(), flags=re.M)
+    def _constraints(self, name: str) -> list[str]:
+        """The constraints without that on one package: its version is another here."""
+        text = re.sub(rf"^{name}==.*$", "", CONSTRAINTS.read_text(), flags=re.M)
         path = self.folder / "constraints.txt"
         path.write_text(text)
         return ["-c", str(path)]
@@ -144,6 +154,39 @@ class Environment:
         clean = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
         return subprocess.run(
             command, capture_output=True, text=True, check=check, cwd=cwd, env=clean
+        )
+
+
+class OfTransformers(Environment):
+    """The packages of this Python, fastattn as it is there, and another version of transformers.
+
+    version: of transformers, as "5.23" or "5.23.0"; the newest release of "5.23" is taken.
+    interpreter: that of this Python.
+    """
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / "build" / f"transformers-{self.version}-{Path(self.interpreter).name}"
+
+    def make(self, wheel: Path | None = None) -> None:
+        """Make it, unless it is there.
+
+        Raises:
+            NotServed: pip has no such version.
+            RuntimeError: Python finds another version there.
+        """
+        self._complete()
+        if not (found := self.about()["transformers"]).startswith(self.version):
+            raise RuntimeError(f"{self.folder}: got transformers {found}, expected {self.version}")
+
+    def _make(self) -> None:
+        self._make_empty()
+        (own,) = self.folder.glob("lib/python*/site-packages")
+        shared = sysconfig.get_path("purelib")  # after `own`, so that what is in both is from there
+        (own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
+        series = self.version.count(".") == 1
+        self._pip(
+            *self._constraints("transformers"), f"transformers=={self.version}" + ".*" * series
         )
 
 
