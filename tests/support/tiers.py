@@ -186,6 +186,7 @@ SHARES = {
     "test_integration_transformers_batching": (NONE, 2),
     "test_integration_transformers_masks": (NONE, ALL),
     "test_integration_transformers_calls": (NONE, ALL),
+    "test_transformers_forms": (NONE, ALL),
     "test_integration_transformers_masks::test_results_equal_those_of_the_dense_mask": (NONE, 5),
     "test_integration_transformers_calls::test_compiled": (NONE, NONE),
     "test_integration_transformers_calls::test_weights_of_compiled_models": (NONE, NONE),
