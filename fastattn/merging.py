@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
+from .call.sizes import agree
 from .call.spec import acc_dtype
 from .dispatch.torch_function import is_compiling, is_overridden
 
@@ -81,12 +82,12 @@ def _check(parts: list) -> None:
         if not is_pair or not all(isinstance(x, Tensor) for x in part):
             raise TypeError(f"parts[{at}]: got {type(part).__name__}, expected tensors (out, lse)")
     first = parts[0][0]
-    expected = first.shape, first.dtype, first.device
+    expected = first.dtype, first.device
     for at, (out, lse) in enumerate(parts):
-        got = out.shape, out.dtype, out.device
-        if got != expected:
+        if (out.dtype, out.device) != expected or not agree(out.shape, first.shape):
             raise ValueError(f"parts[{at}]: got out {_told(out)}, expected {_told(first)}")
-        if (lse.shape, lse.dtype, lse.device) != (out.shape[:-1], acc_dtype(out.dtype), out.device):
+        kind = acc_dtype(out.dtype), out.device
+        if (lse.dtype, lse.device) != kind or not agree(lse.shape, out.shape[:-1]):
             raise ValueError(
                 f"parts[{at}]: got lse {_told(lse)}, expected {acc_dtype(out.dtype)} "
                 f"{tuple(out.shape[:-1])} on {out.device}, as attention(return_lse=True) gives"

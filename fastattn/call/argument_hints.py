@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
+from .sizes import known
+
 _CAUSAL = 'causal=True (row i sees the keys up to i) or causal="bottom_right"'
 _MASK = "mask: bool, True = may attend, or float, added to the scores"
 _PADDING = "key_lengths, or mask: bool, True = may attend (the reverse of torch's padding masks)"
@@ -44,17 +46,17 @@ def by_position(function: str, taken: str, surplus: Sequence[object]) -> TypeErr
 
 def mask_shape(shape: Sequence[int], sizes: Mapping[str, int]) -> str:
     """What to do with a mask that does not broadcast to (B, H, M, N); "" if it has another form."""
-    known = {"B N": "mask[:, None, None, :]", "B M N": "mask[:, None]", "B 1 N": "mask[:, None]"}
-    for letters, use in known.items():
+    forms = {"B N": "mask[:, None, None, :]", "B M N": "mask[:, None]", "B 1 N": "mask[:, None]"}
+    for letters, use in forms.items():
         expected = [sizes.get(letter, 1) for letter in letters.split()]
-        if len(shape) == len(expected) and all(n == m for n, m in zip(shape, expected)):
+        if len(shape) == len(expected) and all(known(n == m) for n, m in zip(shape, expected)):
             return f": if it is ({', '.join(letters.split())}), give {use}"
     return ""
 
 
 def rows_before_heads(q: Sequence[int], k: Sequence[int]) -> str:
     """What to do where the heads of k do not divide q's, if q and k may be (B, M, H, D)."""
-    fit = k[2] and q[2] % k[2] == 0
+    fit = known(k[2] != 0) and known(q[2] % k[2] == 0)
     return "; if rows come before heads, give x.transpose(1, 2) of q, k and v" if fit else ""
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .sizes import holds
 
-def need(ok: bool, name: str, got: object, expected: str) -> None:
-    if not ok:
+
+def need(ok: Any, name: str, got: object, expected: str) -> None:
+    """Raise ValueError unless `ok`, a bool or a claim of sizes (`sizes`), holds."""
+    if not holds(ok):
         raise ValueError(f"{name}: got {got}, expected {expected}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .need import need_a_tensor
+from .sizes import agree
 
 
 def heads_first(name: str, x: Any) -> Tensor:
@@ -35,7 +36,7 @@ def scales_first(name: str, x: Any, k: Tensor, pages: bool) -> Tensor:
     need_a_tensor(name, x, "a torch.Tensor or None")
     P, Hk, S, _ = k.shape
     expected = (P, S, Hk) if pages else (S, Hk)
-    if x.shape != expected:
+    if not agree(x.shape, expected):
         axes = "(P, page, Hk)" if pages else "(S, Hk)"
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {axes} = {expected}")
     return x.transpose(-1, -2) if pages else x.transpose(0, 1).unsqueeze(0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .need import need_a_tensor
+from .sizes import agree
 from .tangents import need_tangent
 
 
@@ -59,12 +60,12 @@ def _side_by_side(x: Tensor, y: Tensor, x_t: Tensor | None, y_t: Tensor | None) 
 def _check(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
         need_a_tensor(name, x)
-    if 0 in (q.ndim, v.ndim) or qv.shape != (*q.shape[:-1], v.shape[-1]):
+    if 0 in (q.ndim, v.ndim) or not agree(qv.shape, (*q.shape[:-1], v.shape[-1])):
         raise ValueError(
             f"qv: got shape {tuple(qv.shape)}, expected that of q with the columns of v, "
             f"{(*q.shape[:-1], *v.shape[-1:])}"
         )
-    if k.shape[:-1] != v.shape[:-1]:
+    if not agree(k.shape[:-1], v.shape[:-1]):
         raise ValueError(
             f"v: got shape {tuple(v.shape)}, expected that of k but for the columns: "
             f"{(*k.shape[:-1], *v.shape[-1:])}"

@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from .need import need, need_a_tensor, need_dense
+from .sizes import agree
 
 
 def need_like(name: str, x_t: Tensor, x: Tensor, *about: str) -> None:
     """Raise ValueError unless tangent x_t equals x in these attributes, such as "shape"."""
     for what in about:
         got, own = getattr(x_t, what), getattr(x, what)
-        if got != own:
+        if not (agree(got, own) if what == "shape" else got == own):
             shown = tuple if what == "shape" else str
             need(False, f"{name}_t.{what}", shown(got), f"{shown(own)}, as {name} has")
 

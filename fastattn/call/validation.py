@@ -19,6 +19,7 @@ from .int4 import INT4, columns
 from .need import need, need_a_tensor, need_dense, shape_of
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
+from .sizes import agree, broadcasts, divides
 from .spec import (
     ARGUMENTS,
     BLOCK_KEYS,
@@ -96,7 +97,8 @@ def counts(t: Tensors, o: Options) -> tuple[int, int, int]:
     """B, M and N: items, rows and keys of each item; in a packed batch, of the longest sequence."""
     if t.cu_q is None:
         return t.q.shape[0], t.q.shape[2], t.k.shape[2]
-    return t.cu_q.shape[0] - 1, o.max_q or 0, o.max_k or 0
+    M, N = (0 if most is None else most for most in (o.max_q, o.max_k))
+    return t.cu_q.shape[0] - 1, M, N
 
 
 def check(t: Tensors, o: Options) -> None:
@@ -200,7 +202,7 @@ def _layout(t: Tensors) -> dict[str, int]:
         check_int4_rows(q, k, v)
     else:
         need(k.shape[3] == D, "k", shape_of(k), f"head dim {D}, as q has")
-    if not (H % Hk == 0 if Hk else H == 0):
+    if not divides(Hk, H):
         hint = argument_hints.rows_before_heads(q.shape, k.shape)
         need(False, "k", f"{Hk} heads", f"a divisor of q's {H} heads{hint}")
     if v is not None:
@@ -233,7 +235,7 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
         need(fits, name, most, f"a number in [0, {INT32_MAX}]")
     need(t.q.shape[0] == 1, "q", shape_of(t.q), "batch size 1 of what is packed")
     for name, rows, cu in (("cu_q", t.q.shape[2], t.cu_q), ("cu_k", t.k.shape[2], t.cu_k)):
-        told = cu is None or cu.shape[0] > 1 or rows == 0
+        told = cu is None or (cu.shape[0] > 1) | (rows == 0)
         need(told, name, "(1,) offsets, of no sequence", f"those of {rows} rows, or keys")
     at = o.place._replace(head=0, item=0, bottom_right=False)
     need(at == EVERYTHING, "place", o.place, "no row or key of a packed batch")
@@ -246,7 +248,8 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
         return sizes
     table = t.block_table
     need(table.ndim == 2, "block_table", shape_of(table), "2 dimensions (B, blocks)")
-    need(0 < t.k.shape[2] <= INT32_MAX, "k", shape_of(t.k), f"pages of 1 to {INT32_MAX} keys")
+    counted = (t.k.shape[2] > 0) & (t.k.shape[2] <= INT32_MAX)
+    need(counted, "k", shape_of(t.k), f"pages of 1 to {INT32_MAX} keys")
     need(t.key_lengths is not None, "key_lengths", None, "how many keys each sequence has in pages")
     return sizes | {"blocks": table.shape[1]}
 
@@ -276,14 +279,12 @@ def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
         return need(x.numel() == 1, name, shape_of(x), "one element")
     if argument.broadcast:
         (full,) = shapes
-        fits = x.ndim <= len(full) and all(
-            m == 1 or m == n for m, n in zip(reversed(x.shape), reversed(full))
-        )
+        fits = x.ndim <= len(full) and all(map(broadcasts, reversed(x.shape), reversed(full)))
         letters = ", ".join(argument.shapes[0].split())
         hint = "" if fits else argument_hints.mask_shape(x.shape, sizes)
         expected = f"a shape that broadcasts to ({letters}) = {full}{hint}"
         return need(fits, name, shape_of(x), expected)
-    if not any(x.ndim == len(s) and all(m == n for m, n in zip(x.shape, s)) for s in shapes):
+    if not any(agree(x.shape, s) for s in shapes):
         texts = (f"({', '.join(x.split())}{',' * (' ' not in x)})" for x in argument.shapes)
         expected = " or ".join(f"{a} = {b}" for a, b in zip(texts, shapes))
         need(False, name, shape_of(x), expected)
@@ -300,7 +301,8 @@ def _counted(n: int | torch.SymInt) -> bool:
 
 def _place(place: Place, M: int, N: int) -> None:
     for name, x in zip(NUMBERS, place):
-        need(x is None or 0 <= x <= INT32_MAX, f"place.{name}", x, f"a number in [0, {INT32_MAX}]")
+        expected = f"a number in [0, {INT32_MAX}]"
+        need(x is None or (x >= 0) & (x <= INT32_MAX), f"place.{name}", x, expected)
     for name, first, own, x in (
         ("rows", place.row, M, place.rows),
         ("keys", place.key, N, place.keys),
@@ -324,7 +326,7 @@ def check_results(
         if x is None:
             continue
         shape, letters = result_shape(name, t, o), ", ".join(result_letters(name, o))
-        need(x.shape == shape, what + name, shape_of(x), f"({letters}) = {shape}")
+        need(agree(x.shape, shape), what + name, shape_of(x), f"({letters}) = {shape}")
         dtype = exact if name in ("normaliser", "lse") else stored
         rounded = bool(what) and dtype == stored and x.dtype == t.q.dtype  # kernels take both
         need(x.dtype == dtype or rounded, f"{what}{name}.dtype", x.dtype, str(dtype))
@@ -342,9 +344,8 @@ def check_lse(q: object, lse: Any) -> None:
         lse.dtype == exact, "lse.dtype", lse.dtype, f"{exact}, as attention(return_lse=True) gives"
     )
     need(lse.device == q.device, "lse.device", lse.device, f"{q.device}, as q has")
-    B, H, M, _ = q.shape  # one by one, which compilers with symbolic sizes can compare
-    fits = lse.ndim == 3 and lse.shape[0] == B and lse.shape[1] == H and lse.shape[2] == M
-    if not fits:
+    B, H, M, _ = q.shape
+    if not agree(lse.shape, (B, H, M)):
         need(False, "lse", shape_of(lse), f"(B, H, M) = {(B, H, M)}")
 
 

@@ -20,6 +20,7 @@ from .. import reference
 from ..api import attend, autocast, draw_seed, may_autocast, runs_programs
 from ..backends.base import in_order
 from ..backends.base import names as backend_names
+from ..call.sizes import divides, holds, is_decided, known
 from ..call.spec import TOKENS, acc_dtype
 from ..require_torch import TORCH_VERSION
 from ..score_mods.lowering import Lowered
@@ -185,11 +186,10 @@ def flex_attention(
     casts = may_autocast() and torch.is_autocast_enabled(device.type)
     if casts:
         query, key, value, _ = autocast(query, key, value, None)
-    if key.shape[0] != query.shape[0]:
+    if _is_shared(key, query):
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     sizes = Shape(*query.shape[:3], key.shape[2])
     call = ModCall.of(score, mask, sizes, acc_dtype(query.dtype), device)
-    scale = reference.scale_of(query.shape[-1], scale)
     with torch.autocast(device.type, enabled=False) if casts else nullcontext():
         rest: dict[str, Any] = dict(scale=scale, sinks=sinks, dropout_p=dropout_p, seed=seed)
         left = call.rest()
@@ -275,23 +275,29 @@ def _on_the_oracle(
 
 
 @torch.no_grad()
-def _max_scores(call: ModCall, query: Tensor, key: Tensor, scale: float) -> Tensor:
+def _max_scores(call: ModCall, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
     """(B,H,M): the largest score of each row, some rows at a time."""
     q, k = query.to(call.dtype), key.to(call.dtype)
-    k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
-    largest = q.new_full(q.shape[:3], -math.inf)
-    if not k.shape[2]:
-        return largest
-    i = call.indices()["i"]
-    for begin in range(0, q.shape[2], ROWS):
-        rows = {"i": i[begin : begin + ROWS]}
-        s = q[:, :, begin : begin + ROWS] @ k.mT * scale
+    k = k.repeat_interleave(q.shape[1] // torch.sym_max(k.shape[1], 1), dim=1)
+    if known(k.shape[2] == 0):
+        return q.new_full(q.shape[:3], -math.inf)
+    scale = reference.scale_of(q.shape[3], scale)
+    parts, largest = [(q, call.indices()["i"])], []
+    if is_decided(q.shape[2]):
+        parts = zip(*(x.split(ROWS, dim=-2) for x in parts[0]), strict=True)
+    for of_rows, i in parts:
+        s = of_rows @ k.mT * scale
         if call.score is not None:
-            s = call.value(call.score, s, **rows).expand(s.shape)
+            s = call.value(call.score, s, i=i).expand(s.shape)
         if call.mask is not None:
-            s = s.masked_fill(~call.value(call.mask, **rows), -math.inf)
-        largest[:, :, begin : begin + ROWS] = s.amax(-1)
-    return largest
+            s = s.masked_fill(~call.value(call.mask, i=i), -math.inf)
+        largest.append(s.amax(-1))
+    return torch.cat(largest, 2)
+
+
+def _is_shared(key: Tensor, query: Tensor) -> bool:
+    """True if one item of keys is for several of queries."""
+    return known(key.shape[0] == 1) and not known(query.shape[0] == 1)
 
 
 def _check(
@@ -309,18 +315,18 @@ def _check(
     if not query.ndim == key.ndim == value.ndim == 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
         raise NotImplementedError(f"query, key, and value must be 4D tensors, got {shapes}")
-    if query.shape[-1] != key.shape[-1]:
+    if not holds(query.shape[-1] == key.shape[-1]):
         raise ValueError(
             "Expect query and key/value to have the same embedding dimension but got "
             f"E={query.shape[-1]} and E={key.shape[-1]}."
         )
     heads, of_keys = query.shape[1], key.shape[1]
-    if not enable_gqa and heads != of_keys:
+    if not enable_gqa and not holds(heads == of_keys):
         raise ValueError(
             "Expect query and key/value to have the same number of heads but got "
             f"Hq={heads} and Hkv={of_keys}. Try setting enable_gqa=True for GQA."
         )
-    if enable_gqa and (heads % of_keys if of_keys else heads):
+    if enable_gqa and not divides(of_keys, heads):
         raise ValueError(
             "Expect number of query heads to be a multiple of kv heads for GQA but got "
             f"Hq={heads} and Hkv={of_keys}."
@@ -334,9 +340,8 @@ def _check(
         )
     if block_mask is not None:
         flex_blocks.need_block_mask(block_mask)
-    if query.shape[0] != key.shape[0] and (
-        block_mask is None or key.shape[0] != 1 or block_mask.shape[0] != query.shape[0]
-    ):
+    expands = block_mask is not None and _is_shared(key, query)
+    if not holds((block_mask if expands else key).shape[0] == query.shape[0]):
         raise ValueError(
             "Expect query and key/value to have the same batch size, or key/value of 1 beside a "
             f"block_mask of query's, but got Bq={query.shape[0]} and Bkv={key.shape[0]}."

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.sizes import agree, broadcasts, known
 from ..score_mods.tracing import MaskMod
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
@@ -27,7 +28,7 @@ def check(block_mask: Any, query: Tensor, key: Tensor) -> None:
     """Apply torch's rules on the lengths and the device of a block mask, with its messages."""
     rows, keys = query.shape[-2], key.shape[-2]
     shape, sizes = tuple(block_mask.shape), tuple(block_mask.BLOCK_SIZE)
-    if sizes != (NO_BLOCKS, NO_BLOCKS) and shape[-2:] != (rows, keys):
+    if sizes != (NO_BLOCKS, NO_BLOCKS) and not agree(shape[-2:], (rows, keys)):
         smaller = rows > shape[-2] or keys > shape[-1]
         advice = "create a new one" + (
             "" if smaller else ", or use block_mask._adjust(q_len, kv_len)"
@@ -42,7 +43,7 @@ def check(block_mask: Any, query: Tensor, key: Tensor) -> None:
             f"{query.device} and {block_mask.kv_num_blocks.device}."
         )
     for name, at, size in (("batch", 0, query.shape[0]), ("head", 1, query.shape[1])):
-        if shape[at] not in (1, size):
+        if not broadcasts(shape[at], size):
             raise ValueError(
                 f"block_mask: got a {name} dimension of {shape[at]}, expected 1 or {size}"
             )
@@ -64,7 +65,7 @@ def mask_mod_of(block_mask: Any) -> MaskMod | None:
             return of_pair
 
     def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
-        item, head = b if states.shape[0] > 1 else 0, h if states.shape[1] > 1 else 0
+        item, head = (0 if known(n == 1) else x for x, n in zip((b, h), states.shape))
         state = states[item, head, i // rows, j // keys]
         return (state == WHOLE) | ((state == PARTIAL) & of_pair(b, h, i, j))
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from .. import api
 from ..call.need import need_dense
+from ..call.sizes import agree, holds
 from ..dispatch import torch_function
 from ..module_types import AsForward
 from . import nested, nested_heads
@@ -329,14 +330,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, heads, rows, keys = *q.shape[:3], k.size(2)
         if attn_mask is not None:
             shape = (rows, keys) if attn_mask.dim() == 2 else (batch * heads, rows, keys)
-            if attn_mask.shape != shape:
+            if not agree(attn_mask.shape, shape):
                 raise RuntimeError(
                     f"The shape of the {len(shape)}D attn_mask is {attn_mask.shape}, "
                     f"but should be {shape}."
                 )
             per_head = (1, 1) if attn_mask.dim() == 2 else (batch, heads)
             attn_mask = _may_attend(attn_mask).view(*per_head, rows, keys)
-        if k.size(0) != batch:
+        if not holds(k.size(0) == batch):
             raise RuntimeError(
                 f"query has a batch of {batch} but key and value have one of {k.size(0)}; "
                 f"this module was made with batch_first={self.batch_first}"
@@ -345,7 +346,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             appended = (self.bias_k is not None) + self.add_zero_attn  # torch counts them, too
             found = (key_padding_mask.size(0), key_padding_mask.size(1) + appended)
             for dim, (size, got) in enumerate(zip((batch, keys + appended), found, strict=True)):
-                if got != size:
+                if not holds(got == size):
                     raise AssertionError(
                         f"Expected key_padded_mask.shape[{dim}] to be {size}, but got {got}"
                     )
@@ -355,12 +356,13 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- checks --------------------------------------------------------------------------------
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor, seq_first: bool) -> None:
-        if query.size(-1) != self.embed_dim:
+        if not holds(query.size(-1) == self.embed_dim):
             raise AssertionError(
                 f"was expecting embedding dimension of {self.embed_dim}, but got {query.size(-1)}"
             )
         packed = self.in_proj_weight is not None
-        if (key.shape if packed else key.shape[:2]) == (value.shape if packed else value.shape[:2]):
+        shapes = (x.shape if packed else x.shape[:2] for x in (key, value))
+        if agree(*shapes):
             return
         if not seq_first:  # torch's message shows the sequence first
             key, value = key.transpose(0, 1), value.transpose(0, 1)

@@ -11,10 +11,11 @@ import sys
 from typing import Any
 
 import torch
-from torch import Size, SymFloat, SymInt, Tensor, broadcast_shapes
+from torch import Size, SymFloat, SymInt, Tensor
 
 from ..api import attend, autocast, may_autocast, prepare
 from ..call.need import need_dense
+from ..call.sizes import agree, broadcasts, divides, holds, is_decided, known
 from ..call.spec import TOKENS
 from ..dispatch import fast_path
 from ..dispatch.torch_function import (
@@ -123,10 +124,12 @@ def scaled_dot_product_attention(
         )
     if casts:  # before the memory orders are found, because a cast may change them
         q, k, v, mask = autocast(q, k, v, mask)
-    if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]):
+    of_items = q.shape[0], k.shape[0], v.shape[0]
+    if not (q.ndim == k.ndim == v.ndim == 4 and agree(of_items[:2], of_items[1:])):
         return _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa)
     orders = _memory_orders(q, k, v, mask, dropout_p, enable_gqa)
-    if not k.shape[1] == v.shape[1] == q.shape[1]:
+    heads = k.shape[1], v.shape[1], q.shape[1]
+    if not agree(heads[:2], heads[1:]):
         q, k, v = _match_heads(q, k, v, enable_gqa)
     return _attend(q, k, v, orders, mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
 
@@ -167,6 +170,8 @@ FLASH_TAKES_GROUPS, FLASH_TAKES_MORE = TORCH_VERSION >= (2, 9), TORCH_VERSION >=
 def _memory_orders(q, k, v, mask, dropout_p, enable_gqa) -> tuple[str, str]:
     """The memory orders of the result and of the gradients that torch's function gives 4-D query,
     key and value: those of its flash kernel for CPUs if it takes that, else of its math kernel."""
+    if not _are_decided(q, k, v):
+        return CONTIGUOUS
     (B, H, _, D), (Bk, Hk, _, Dk), (Bv, Hv, _, Dv) = q.shape, k.shape, v.shape
     grouped = enable_gqa and FLASH_TAKES_GROUPS and Hk and H % Hk == 0
     takes_flash = (
@@ -183,7 +188,7 @@ def _memory_orders(q, k, v, mask, dropout_p, enable_gqa) -> tuple[str, str]:
 def _orders_of_rows(q, k, v) -> tuple[str, str]:
     """`_memory_orders` for shapes that torch's flash kernel takes. It takes them if there are rows
     and keys, each of them contiguous."""
-    if is_compiling() and not all(map(_is_known, (*q.shape, *q.stride(), k.shape[2]))):
+    if not _are_decided(q, k, v):
         return CONTIGUOUS
     try:
         whole = q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -194,12 +199,11 @@ def _orders_of_rows(q, k, v) -> tuple[str, str]:
     return (_order_of(q), TOKENS) if _may_flash() else CONTIGUOUS
 
 
-def _is_known(size: Any) -> bool:
-    """True if a compiler can compare the size. It cannot if data decide it, as in x[mask]."""
-    # The compiler has imported this module already.
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(size > 1) or guard_or_false(size <= 1)
+def _are_decided(*tensors: Tensor) -> bool:
+    """False if data decides a size or a stride."""
+    return not is_compiling() or all(
+        is_decided(n) for x in tensors for n in (*x.shape, *x.stride())
+    )
 
 
 def _may_flash() -> bool:
@@ -213,7 +217,7 @@ _may_flash._dynamo_marked_constant = True  # ty: ignore  (evaluated when a compi
 def _order_of(x: Tensor) -> str:
     """The memory order of dimensions that torch.empty_like(x) has. It sorts as TensorIterator does:
     a dimension of stride 0 is compared with no other."""
-    if x.is_contiguous():
+    if not _are_decided(x) or x.is_contiguous():
         return "BHM"
     sizes, strides = x.shape, x.stride()
     b, h, m, _ = strides
@@ -259,8 +263,9 @@ def _is_ordinary(q, k, v) -> bool:
         rows, keys = q.shape, k.shape
         return (
             len(rows) == 4
-            and (rows == keys or (*rows[:2], rows[3]) == (*keys[:2], keys[3]))
-            and keys == v.shape
+            and len(keys) == 4
+            and agree((*rows[:2], rows[3]), (*keys[:2], keys[3]))
+            and agree(keys, v.shape)
             and q.dtype == k.dtype == v.dtype
             and q.device == k.device == v.device
         )
@@ -302,9 +307,9 @@ def _merge_mask(mask: Tensor | None, lead: Size) -> Tensor | None:
     """`_merge` for a mask. A mask that is the same for every batch item is not expanded."""
     if mask is None or mask.ndim < 4:
         return mask
-    if all(n == 1 for n in mask.shape[:-3]):
+    if all(known(n == 1) for n in mask.shape[:-3]):
         return mask[(0,) * (mask.ndim - 3)]
-    if _broadcast(mask.shape[:-3], lead) != lead:
+    if not all(map(broadcasts, reversed(mask.shape[:-3]), reversed(lead))):
         raise RuntimeError(
             f"attn_mask: got leading dimensions {tuple(mask.shape[:-3])}, expected dimensions "
             f"that broadcast to {tuple(lead)}, as the scores have"
@@ -317,18 +322,18 @@ def _match_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool):
     q's."""
     H, Hk, Hv = (x.shape[-3] for x in (q, k, v))
     if enable_gqa:
-        if any(H % h if h else H for h in (Hk, Hv)):
+        if not (divides(Hk, H) and divides(Hv, H)):
             raise RuntimeError(
                 "Number of heads in key and value must divide the number of heads in query: got "
                 f"{Hk} and {Hv}, expected divisors of {H}"
             )
-        if Hk != Hv:
+        if not holds(Hk == Hv):
             k, v = (x.repeat_interleave(H // max(x.shape[-3], 1), dim=-3) for x in (k, v))
         return q, k, v
     (heads,) = _broadcast((H,), (Hk,), (Hv,))
-    if heads != H:
+    if not known(heads == H):
         q = _expand_heads(q, heads)
-    if not Hk == Hv == 1:  # one key head for all needs no expansion
+    if not (known(Hk == 1) and known(Hv == 1)):  # one key head for all needs no expansion
         k, v = _expand_heads(k, heads), _expand_heads(v, heads)
     return q, k, v
 
@@ -338,14 +343,20 @@ def _expand_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _broadcast(*shapes) -> Size:
-    try:
-        return broadcast_shapes(*shapes)
-    except RuntimeError:
-        raise RuntimeError(
-            "The size of tensor must match at non-singleton dimensions: got query, key and value "
-            f"with leading dimensions {', '.join(str(tuple(s)) for s in shapes)}, expected shapes "
-            "that broadcast (enable_gqa=True lets fewer key heads serve more query heads)"
-        ) from None
+    """As torch.broadcast_shapes, which raises for sizes that data decides."""
+    lead = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for at, n in enumerate(shape, len(lead) - len(shape)):
+            if known(lead[at] == 1):
+                lead[at] = n
+            elif not broadcasts(n, lead[at]):
+                raise RuntimeError(
+                    "The size of tensor must match at non-singleton dimensions: got query, key and "
+                    f"value with leading dimensions {', '.join(str(tuple(s)) for s in shapes)}, "
+                    "expected shapes that broadcast (enable_gqa=True lets fewer key heads serve "
+                    "more query heads)"
+                )
+    return Size(lead)
 
 
 def _causal_bias(bias, query: Tensor, key: Tensor, is_causal: bool) -> str:
@@ -357,7 +368,7 @@ def _causal_bias(bias, query: Tensor, key: Tensor, is_causal: bool) -> str:
     sizes = bias.seq_len_q, bias.seq_len_kv
     if bias.variant.name == "UPPER_LEFT" or sizes[0] == sizes[1]:
         return "top_left"
-    if sizes != (query.shape[-2], key.shape[-2]):
+    if not agree(sizes, (query.shape[-2], key.shape[-2])):
         raise RuntimeError(
             f"The size of tensor must match: got a CausalBias for (L, S) = {sizes}, expected "
             f"{(query.shape[-2], key.shape[-2])}"
@@ -388,7 +399,7 @@ def _check(q, k, v, mask, dropout_p, is_causal: bool, scale) -> None:
                 f"Expected query, key, and value to have the same {what}, but got query.{name}: "
                 f"{kinds[0]} key.{name}: {kinds[1]} and value.{name}: {kinds[2]} instead."
             )
-    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+    if not agree((q.shape[-1], k.shape[-2]), (k.shape[-1], v.shape[-2])):
         raise RuntimeError(
             f"Expected size for query, key and value: got {tuple(q.shape)}, {tuple(k.shape)} and "
             f"{tuple(v.shape)}, expected (..., L, E), (..., S, E) and (..., S, Ev)"
@@ -431,8 +442,8 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> None:
             "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
             f"attn_mask.dtype: {mask.dtype} and query.dtype: {q.dtype} instead."
         )
-    tail = tuple(mask.shape[-2:])
-    if any(m != 1 and m != n for m, n in zip(reversed(tail), (k.shape[-2], q.shape[-2]))):
+    tail = reversed(mask.shape[-2:])
+    if not all(broadcasts(m, n) for m, n in zip(tail, (k.shape[-2], q.shape[-2]))):
         raise RuntimeError(
             f"The size of attn_mask must match at non-singleton dimensions: got {tuple(mask.shape)}"
             f", expected a shape that broadcasts to (..., {q.shape[-2]}, {k.shape[-2]})"

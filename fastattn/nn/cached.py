@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call.need import need_constant
+from ..call.sizes import holds
 from .core import merge_heads, split_heads
 from .heads import MultiHead
 
@@ -260,11 +261,13 @@ class CachedAttention(MultiHead):
 
     def _check(self, x: Tensor, memory: Tensor | None, causal: bool) -> None:
         for name, given in (("x", x), ("memory", memory)):
-            if given is not None and (given.ndim != 3 or given.shape[-1] != self.embed_dim):
+            if given is None:
+                continue
+            if given.ndim != 3 or not holds(given.shape[-1] == self.embed_dim):
                 raise ValueError(
                     f"{name}: got shape {tuple(given.shape)}, expected (B, N, {self.embed_dim})"
                 )
-        if memory is not None and memory.shape[0] != x.shape[0]:
+        if memory is not None and not holds(memory.shape[0] == x.shape[0]):
             raise ValueError(
                 f"memory: got a batch of {memory.shape[0]}, expected {x.shape[0]}, as x has"
             )

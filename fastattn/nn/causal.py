@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
+from ..call.sizes import holds
 from .core import Leaf, attend, check_heads, merge_heads, split_heads
 
 
@@ -101,7 +102,8 @@ class CausalSelfAttention(Leaf):
             ValueError: x has more than context_length tokens, the mask does not broadcast, or a
                 float mask on a CPU contains -inf.
         """
-        if self.context_length is not None and x.shape[-2] > self.context_length:
+        longest = self.context_length
+        if longest is not None and not holds(x.shape[-2] <= longest):
             raise ValueError(
                 f"x: got {x.shape[-2]} tokens, expected at most context_length = "
                 f"{self.context_length}; make the module with a longer one"

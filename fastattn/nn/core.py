@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import api
+from ..call.sizes import agree, broadcasts
 from ..dispatch import torch_function
 from ..module_types import AsForward
 
@@ -49,7 +50,8 @@ def attend(
     that v was multiplied by. A row with every key hidden has weights and output 0.
     """
     lead = q.shape[:-2]
-    if not q.ndim == k.ndim == v.ndim >= 2 or not lead == k.shape[:-2] == v.shape[:-2]:
+    alike = agree(lead, k.shape[:-2]) and agree(lead, v.shape[:-2])
+    if not (q.ndim == k.ndim == v.ndim >= 2 and alike):
         raise ValueError(
             f"q, k, v: got shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, expected "
             "(..., M, D), (..., N, D), (..., N, Dv) with the same leading dimensions"
@@ -88,7 +90,7 @@ def merge_masks(
     """Combine both masks: padding_mask, of `shape` (B, N), hides keys from all rows and heads."""
     if padding_mask is None:
         return mask
-    if padding_mask.shape != shape:
+    if not agree(padding_mask.shape, shape):
         raise ValueError(
             f"{name}: got shape {tuple(padding_mask.shape)}, expected {shape}: the batch and the "
             "number of keys, with those of a cache"
@@ -127,7 +129,7 @@ def _may_look(x: Tensor) -> bool:
 def _four_dimensional(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A mask for scores of `shape` (..., M, N) in the layout that `_split_lead` gives q."""
     sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
-    if mask.ndim > len(shape) or any(n not in (1, size) for n, size in sizes):
+    if mask.ndim > len(shape) or not all(broadcasts(n, size) for n, size in sizes):
         raise ValueError(
             f"mask: got shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(shape)}"
         )

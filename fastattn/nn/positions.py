@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..call.sizes import holds
 from .core import Leaf
 
 
@@ -62,14 +63,15 @@ class SinusoidalPositionalEncoding(Leaf):
         Raises:
             ValueError: x has another shape or dtype, or a position is not below max_len.
         """
-        if x.ndim not in (2, 3) or x.shape[-1] != self.embed_dim or not x.is_floating_point():
+        fits = x.ndim in (2, 3) and holds(x.shape[-1] == self.embed_dim)
+        if not fits or not x.is_floating_point():
             raise ValueError(
                 f"x: got {x.dtype} of shape {tuple(x.shape)}, expected floats of 2 or 3 "
                 f"dimensions, the last embed_dim = {self.embed_dim}"
             )
         at = 0 if x.ndim == 3 and not self.batch_first else -2
         length, longest = x.shape[at], self.max_len
-        if offset < 0 or offset + length > longest:
+        if offset < 0 or not holds(offset + length <= longest):
             raise ValueError(
                 f"x: got positions {offset} to {offset + length - 1}, expected 0 to {longest - 1}; "
                 "make the module with a larger max_len"
@@ -182,7 +184,7 @@ class RotaryEmbedding(Leaf):
         Raises:
             ValueError: x does not have head_dim columns, or both positions and offset are given.
         """
-        if x.shape[-1] != self.head_dim:
+        if not holds(x.shape[-1] == self.head_dim):
             raise ValueError(f"x: got {x.shape[-1]} columns, expected head_dim = {self.head_dim}")
         if positions is not None and offset:
             raise ValueError(f"offset: got {offset} beside positions, expected one of the two")

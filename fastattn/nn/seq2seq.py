@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
+from ..call.sizes import broadcasts, holds
 from .core import Leaf, attend, masked_softmax
 
 
@@ -203,7 +204,7 @@ def _prepare(
     """state (B, M, E), mask (B or 1, M or 1, N or 1), and whether state came as (B, E)."""
     one = state.ndim == 2
     state = state.unsqueeze(1) if one else state
-    if not state.ndim == memory.ndim == 3 or state.shape[0] != memory.shape[0]:
+    if not (state.ndim == memory.ndim == 3 and holds(state.shape[0] == memory.shape[0])):
         raise ValueError(
             f"state, memory: got shapes {tuple(state.shape)} and {tuple(memory.shape)}, expected "
             "(B, M, E) or (B, E), and (B, N, E)"
@@ -212,7 +213,7 @@ def _prepare(
         return state, None, one
     wide = mask.unsqueeze(1) if mask.ndim == 2 else mask
     shape = (memory.shape[0], state.shape[1], memory.shape[1])
-    if wide.ndim != 3 or any(n not in (1, size) for n, size in zip(wide.shape, shape, strict=True)):
+    if wide.ndim != 3 or not all(map(broadcasts, wide.shape, shape)):
         raise ValueError(
             f"mask: got shape {tuple(mask.shape)}, expected {shape[::2]} or three dimensions that "
             f"broadcast to {shape}"

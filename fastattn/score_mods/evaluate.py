@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..call.sizes import known
 from .operators import OPS
 from .program import Program, Value
 
@@ -113,8 +114,8 @@ def _load(tensor: Tensor, number: int, index: list[Tensor], seen: Tensor | None)
     for at, (x, size) in enumerate(zip(index, tensor.shape)):
         _check(x, size, seen, f"captured tensor {number} of shape {tuple(tensor.shape)}", at)
         x = torch.where(x < 0, x + size, x)
-        inside.append(x.clamp(0, max(size - 1, 0)))
-    if 0 in tensor.shape:  # nothing to read: no pair is seen
+        inside.append(x.clamp(0, torch.sym_max(size - 1, 0)))
+    if any(known(n == 0) for n in tensor.shape):  # nothing to read: no pair is seen
         shape = torch.broadcast_shapes(*(x.shape for x in inside))
         return tensor.new_zeros(shape)
     return tensor[tuple(inside)] if inside else tensor

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.sizes import known
 from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, Options
 from .bounds import Bounds, Ints, bounds, extremes
 from .encoding import CAPTURED, ModText
@@ -67,7 +68,7 @@ def may_lower(score: Program | None, mask: Program | None, tensors: Sequence[Ten
     if any(_is_like_a_mask(x, p, tensors) for p in programs for x in p.values):
         return False
     used = {x.tensor for p in programs for x in p.values if x.tensor is not None}
-    return sum(tensors[x].numel() for x in used) <= MOST_COPIED
+    return not known(sum(tensors[x].numel() for x in used) > MOST_COPIED)
 
 
 def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -76,7 +77,7 @@ def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None
     found = []
     for floating, own in ((True, dtype), (False, torch.int64)):
         parts = [x.to(own).reshape(-1) for x in tensors if x.is_floating_point() == floating]
-        if not sum(x.numel() for x in parts):
+        if known(sum(x.numel() for x in parts) == 0):
             found.append(None)
         else:
             found.append(parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
@@ -182,7 +183,7 @@ def _is_like_a_mask(value: Value, program: Program, tensors: Sequence[Tensor]) -
     if value.tensor is None or [program.values[x].op for x in value.args[-2:]] != ["i", "j"]:
         return False
     x = tensors[value.tensor]
-    return x.requires_grad or x.numel() > MOST_COPIED >> 4
+    return x.requires_grad or known(x.numel() > MOST_COPIED >> 4)
 
 
 class _Table(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.sizes import known
 from .additive import Sum, as_sum, capped, conjunction
 from .diagonals import diagonal_indices, is_of_difference, spread
 from .evaluate import evaluate
@@ -133,7 +134,8 @@ class ModCall(NamedTuple):
         rows, keys = own["i"].numel(), own["j"].numel()
         whole = self.begin.row == self.begin.key == 0
         try:
-            if min(rows, keys) < 2 or not whole or not is_of_difference(program):
+            long = known(rows > 1) and known(keys > 1)
+            if not (long and whole and is_of_difference(program)):
                 return evaluate(program, self.tensors, **where)
             once: dict[str, Any] = where | diagonal_indices(rows, keys, self.device)
             return spread(evaluate(program, self.tensors, **once), keys)

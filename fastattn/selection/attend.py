@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..api import attention_packed
 from ..call.scalars import alignment, whole
+from ..call.sizes import agree, divides, holds
 from ..dispatch.torch_function import is_compiling, is_overridden
 from ..merging import weigh
 from .key_lists import key_lists
@@ -250,12 +251,12 @@ def _check(q, k, v, indices, block, key_lengths, sinks) -> None:
         ("k", k, (B, Hk, N, D), "q's B and D"),
         ("v", v, (B, Hk, N, v.shape[3]), "k's B, Hk and N"),
     ):
-        if x.shape != shape:
+        if not agree(x.shape, shape):
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {shape}: {why}")
-    if (H % Hk if Hk else H) != 0:
+    if not divides(Hk, H):
         raise ValueError(f"k: got {Hk} heads, expected a divisor of q's {H} heads")
     G = indices.shape[1]
-    if indices.shape[0] != B or indices.shape[2] != M or G not in (1, Hk, H):
+    if not (agree(indices.shape[:3:2], (B, M)) and holds((G == 1) | (G == Hk) | (G == H))):
         raise ValueError(
             f"indices: got shape {tuple(indices.shape)}, expected (B, G, M, S) with B = {B}, "
             f"M = {M} and G one of 1, Hk = {Hk} and H = {H}"
@@ -264,5 +265,5 @@ def _check(q, k, v, indices, block, key_lengths, sinks) -> None:
     need_lengths(key_lengths, B, q)
     if sinks is not None:
         need_tensor("sinks", sinks, "H")
-        if sinks.shape != (H,):
+        if not agree(sinks.shape, (H,)):
             raise ValueError(f"sinks: got shape {tuple(sinks.shape)}, expected (H,) = ({H},)")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..call.scalars import alignment, whole
+from ..call.sizes import divides, known
 from ..reference import scale_of
 from .highest import highest
 from .seen import (
@@ -104,10 +105,10 @@ def _means(k: Tensor, block: int, key_lengths: Tensor | None) -> Tensor:
     counted = torch.ones(B, N, dtype=k.dtype, device=k.device)
     if key_lengths is not None:
         counted = (torch.arange(N, device=k.device) < key_lengths[:, None]).to(k.dtype)
-    rest = -N % block
+    rest, blocks = -N % block, 0 if known(N == 0) else -1
     k = k.masked_fill(counted[:, None, :, None] == 0, 0)
-    sums = F.pad(k, (0, 0, 0, rest)).unflatten(2, (-1 if N else 0, block)).sum(3)
-    sizes = F.pad(counted, (0, rest)).unflatten(1, (-1 if N else 0, block)).sum(2)
+    sums = F.pad(k, (0, 0, 0, rest)).unflatten(2, (blocks, block)).sum(3)
+    sizes = F.pad(counted, (0, rest)).unflatten(1, (blocks, block)).sum(2)
     return sums / sizes.clamp(min=1)[:, None, :, None]
 
 
@@ -140,7 +141,7 @@ def _check(q: Any, k: Any, block: Any, count: Any, causal: Any, key_lengths: Any
     if not q.is_floating_point():
         raise ValueError(f"q.dtype: got {q.dtype}, expected a floating dtype")
     Hk = k.shape[1]
-    if (H % Hk if Hk else H) != 0:
+    if not divides(Hk, H):
         raise ValueError(f"k: got {Hk} heads, expected a divisor of q's {H} heads")
     for name, x, least in (("block", block, 1), ("count", count, 0)):
         if whole(name, x, "a whole number") < least:

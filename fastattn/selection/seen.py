@@ -10,6 +10,7 @@ from torch import Tensor
 from ..backends import value_checks
 from ..backends.value_checks import checks_values
 from ..call.need import need, need_a_tensor
+from ..call.sizes import agree
 
 
 def need_tensor(name: str, x: Any, axes: str) -> None:
@@ -20,7 +21,7 @@ def need_tensor(name: str, x: Any, axes: str) -> None:
 
 
 def need_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    need(x.shape == shape, name, _shape(x), f"{tuple(shape)}")
+    need(agree(x.shape, shape), name, _shape(x), f"{tuple(shape)}")
 
 
 def need_like(name: str, x: Tensor, q: Tensor) -> None:
@@ -43,7 +44,8 @@ def need_lengths(key_lengths: Any, batch: int, q: Tensor) -> None:
     if key_lengths is None:
         return
     need_a_tensor("key_lengths", key_lengths, "a torch.Tensor or None")
-    need(key_lengths.shape == (batch,), "key_lengths", _shape(key_lengths), f"(B,) = ({batch},)")
+    fits = agree(key_lengths.shape, (batch,))
+    need(fits, "key_lengths", _shape(key_lengths), f"(B,) = ({batch},)")
     need_integers("key_lengths", key_lengths, q)
 
 

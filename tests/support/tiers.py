@@ -326,6 +326,8 @@ SHARES = {
     "test_sdpa_layout::test_compiled": (6, 2),
     "test_sdpa_layout::test_layouts": (5, 3),
     "test_multihead": (5, 2),
+    "test_unbacked_sizes": (NONE, ALL),
+    "test_unbacked_sizes::test_every_dimension": (NONE, 7),
     "test_encoder_layer": (7, 2),
     "test_encoder_layer::test_changed_submodules_are_called": (ALL, ALL),
     "test_nn_transformer": (5, 2),
