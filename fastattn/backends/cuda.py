@@ -33,7 +33,7 @@ PASSES = {
 
 @functools.cache
 def unavailable() -> str | None:
-    why = libraries.cuda_unavailable() or gpu.unavailable() or sm90_check.refused_setting()
+    why = libraries.cuda_unavailable() or gpu.unavailable()
     if why:
         return why
     library = libraries.cuda()

@@ -13,17 +13,16 @@ checks.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 from typing import Any
 
 import torch
 
+from ..environment import setting
 from . import gpu
 from .sm90_probe import NEVER, Case, cases, complaint, launch
 
-SETTINGS = ("checked", "unchecked", "off")  # of FASTATTN_SM90
 SECONDS = 20.0  # for all of the check: a kernel that still runs then has hung
 
 
@@ -75,17 +74,6 @@ def run(library: Any, device: torch.device) -> dict[str, str]:
 # --- what follows from it ------------------------------------------------------------------------
 
 
-def setting() -> str:
-    return os.environ.get("FASTATTN_SM90") or SETTINGS[0]
-
-
-def refused_setting() -> str | None:
-    """Why FASTATTN_SM90 has no meaning, or None."""
-    if setting() in SETTINGS:
-        return None
-    return f"FASTATTN_SM90: got {setting()!r}, expected checked (as without it), unchecked or off"
-
-
 _lock = threading.Lock()
 
 
@@ -105,9 +93,9 @@ def why_declined(library: Any, device: torch.device) -> str:
 
 @functools.cache
 def _found(library: Any, device: torch.device) -> str:
-    if setting() == "off":
+    if setting("FASTATTN_SM90") == "off":
         return "FASTATTN_SM90 is off"
-    if setting() == "unchecked":
+    if setting("FASTATTN_SM90") == "unchecked":
         return ""
     with gpu.on(device):
         if torch.cuda.is_current_stream_capturing():

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import torch
 from torch import Tensor
 
 from ..call.spec import AttentionSpec, Tensors
+from ..environment import setting
 
 
 def checks_values(device: torch.device) -> bool:
     """True if kernels look at the values of lengths, offsets and indices before they run."""
-    return device.type == "cpu" or os.environ.get("FASTATTN_CHECK") == "1"
+    return device.type == "cpu" or setting("FASTATTN_CHECK") == "1"
 
 
 def check_values(spec: AttentionSpec, t: Tensors) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -33,6 +32,7 @@ from ..call.spec import (
 )
 from ..call.tangents import need_like
 from ..call.validation import describe, need_memory
+from ..environment import setting
 from ..namespace import operator
 from .advice import advise
 
@@ -109,7 +109,7 @@ def _plan_paged_grad(
 
 
 def _log(spec: AttentionSpec, backend: Backend) -> None:
-    if os.environ.get("FASTATTN_LOG") == "1":
+    if setting("FASTATTN_LOG") == "1":
         print(f"fastattn: {backend.name} runs {spec}", file=sys.stderr)
 
 

@@ -210,14 +210,6 @@ def test_the_setting(setting, architecture, on_hopper, monkeypatch):
         assert sm90_check.why_declined(library, HOPPER) == "FASTATTN_SM90 is off"
 
 
-def test_an_unknown_setting_is_refused(monkeypatch):
-    monkeypatch.setenv("FASTATTN_SM90", "on")
-    monkeypatch.setattr(libraries, "cuda_unavailable", lambda: None)
-    monkeypatch.setattr(gpu, "unavailable", lambda: None)
-    said = "FASTATTN_SM90: got 'on', expected checked (as without it), unchecked or off"
-    assert cuda.unavailable.__wrapped__() == said
-
-
 def test_modes_of_the_caller_do_not_reach_the_check(on_hopper):
     """A default device, inference mode and a mode that counts operations belong to its thread."""
     library = on_hopper(Library())

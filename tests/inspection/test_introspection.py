@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import __main__
+from fastattn import __main__, environment
 from fastattn.backends import base
 from fastattn.backends.base import Support
 from fastattn.backends.native import libraries
@@ -277,6 +277,7 @@ state = lambda: (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_def
                  (torch.tensor(1e-40) * 1).item())
 before = state()
 import fastattn
+from fastattn import environment
 q = torch.randn(1, 1, 8, 8)
 fastattn.attention(q, q, q, backend=fastattn.explain(q, q, q).backend)
 assert state() == before
@@ -296,3 +297,31 @@ def test_explain_draws_no_random_numbers():
     before = torch.get_rng_state()
     assert fastattn.explain(q, q, q, dropout_p=0.1).spec.dropout_p == 0.1
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", environment.VALUES)
+def test_a_variable_has_one_of_its_values(name, monkeypatch):
+    first, *others = environment.VALUES[name]
+    for value in (None, "", first):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        assert environment.setting(name) == first
+    for value in others:
+        monkeypatch.setenv(name, value)
+        assert environment.setting(name) == value
+    for junk in ("yes", "O", "\udcff", first + " "):
+        monkeypatch.setenv(name, junk)
+        with pytest.raises(ValueError, match=f"{name}: got .*, expected {first} .as without it"):
+            environment.setting(name)
+
+
+def test_a_variable_with_another_value_is_refused_at_import():
+    with pytest.raises(AssertionError, match="FASTATTN_CHECK: got 'yes', expected 0"):
+        python(["-c", "import fastattn"], FASTATTN_CHECK="yes")
+
+
+@needs_cpu
+def test_an_instruction_set_that_is_no_text_is_a_reason():
+    found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_CPU_ISA="\udcff")[0])
+    assert r"FASTATTN_CPU_ISA: got '\udcff'" in found["backends"]["cpu"]["reason"]

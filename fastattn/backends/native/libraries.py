@@ -30,6 +30,7 @@ from ...call.spec import (
     WHOLE,
     AttentionSpec,
 )
+from ...environment import setting
 from ...namespace import PACKAGE
 from .elf import why_broken
 from .host import python_host
@@ -264,13 +265,11 @@ def _load_cpu() -> CpuLibrary | str:
     except (OSError, AttributeError) as error:
         return f"the native library does not load: {error}"
     wanted = os.environ.get("FASTATTN_CPU_ISA")
-    if wanted and library.select(wanted.encode(), wanted.encode()):
+    named = os.fsencode(wanted or "")
+    if wanted and library.select(named, named):
         have = library.isas().decode()
         return f"FASTATTN_CPU_ISA: got {wanted!r}, expected one that this machine runs: {have}"
-    float32 = os.environ.get("FASTATTN_FLOAT32") or "tiles"
-    if float32 not in ("tiles", "vector"):
-        return f"FASTATTN_FLOAT32: got {float32!r}, expected tiles (as without it) or vector"
-    library.float32_on_tiles(int(float32 == "tiles"))
+    library.float32_on_tiles(int(setting("FASTATTN_FLOAT32") == "tiles"))
     return library
 
 
@@ -290,7 +289,7 @@ def _load_cuda() -> CudaLibrary | str:
 @functools.cache
 def _load_extension() -> ModuleType | str:
     """The extension, or the reason there is none."""
-    if os.environ.get("FASTATTN_EXTENSION") == "off":
+    if setting("FASTATTN_EXTENSION") == "off":
         return "FASTATTN_EXTENSION is off"
     name, suffix = "fastattn_crossing", ".abi3.so"
     if suffix not in machinery.EXTENSION_SUFFIXES:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from ...call.spec import AttentionSpec
+from ...environment import setting
 from .tile_configs import Config, triton_version
 
 
@@ -44,7 +45,7 @@ class Key(NamedTuple):
 
 def enabled() -> bool:
     """True if the user asks for searches."""
-    return os.environ.get("FASTATTN_AUTOTUNE", "") not in ("", "0")
+    return setting("FASTATTN_AUTOTUNE") == "1"
 
 
 def key(which: str, spec: AttentionSpec, device: torch.device, **constexprs: object) -> Key:
