@@ -2,6 +2,10 @@
 them, blocks that a mask_mod hides. Operators are judged by the program on torch tensors, calls by
 the CPU's kernels."""
 
+import gc
+import inspect
+import linecache
+
 import pytest
 import torch
 
@@ -186,6 +190,32 @@ def test_calls_of_similar_sizes_share_their_functions():
         for rows in (100, 3000, 40000)
     ]
     assert len(set(names)) == 1
+
+
+def test_sources_are_kept_as_long_as_their_functions():
+    def kept():
+        return {path for path in linecache.cache if path.startswith("<program_")}
+
+    def made(number, rows=100):
+        traced = trace_score_mod(lambda s, b, h, i, j: s + i * number, device=q.device)
+        text = ModText(score=Program(traced.program.values, CAPTURED)).text()
+        return program_source.functions(described(text, rows))
+
+    q = torch.zeros(1)
+    gc.collect()
+    before = kept()
+    found = [made(number) for number in range(7001, 7005)]
+    assert len(kept() - before) == 4
+    assert "i" in inspect.getsource(getattr(found[0].score_mod, "fn", found[0].score_mod))
+    twin = made(7001, 100_000)  # another entry of the cache, with the same source
+    assert twin.score_mod is not found[0].score_mod and len(kept() - before) == 4
+    del found
+    program_source.functions_of.cache_clear()
+    gc.collect()
+    assert len(kept() - before) == 1
+    del twin
+    gc.collect()
+    assert not kept() - before
 
 
 def described(text, rows):

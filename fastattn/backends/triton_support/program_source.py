@@ -18,8 +18,9 @@ import importlib
 import inspect
 import linecache
 import math
+import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -73,12 +74,28 @@ def is_sum(text: str) -> bool:
 def functions_of(text: str, most: tuple[tuple[str, int], ...]) -> Functions:
     """most: above the largest index of each kind."""
     name, source = module_of(text, dict(most))
-    namespace: dict[str, Any] = {"__name__": f"{PACKAGE}.kernels.{name}"}
-    path = f"<{name}>"  # Triton reads the source of a function through linecache
-    linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
+    path = f"<{name}>"
+    namespace = {"__name__": f"{PACKAGE}.kernels.{name}", "lines": _Lines.of(path, source)}
     exec(compile(source, path, "exec"), namespace)
     found = (namespace.get(f"{x}_{name}") for x in Functions._fields)
     return Functions(*found)
+
+
+class _Lines:
+    """The source of a module in linecache, where Triton reads it: as long as this object lives,
+    which the functions of the module keep."""
+
+    alive: ClassVar[weakref.WeakValueDictionary[str, _Lines]] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, path: str, source: str) -> _Lines:
+        """path: names the source by its digest, so that modules with one path have one source."""
+        found = cls.alive.get(path)
+        if found is None:
+            found = cls.alive[path] = cls()
+            linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
+            weakref.finalize(found, linecache.cache.pop, path, None).atexit = False
+        return found
 
 
 def module_of(text: str, most: dict[str, int]) -> tuple[str, str]:
