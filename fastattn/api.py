@@ -25,7 +25,7 @@ from .call.packed_layout import heads_first, pages_first, rows_first, scales_fir
 from .call.place import EVERYTHING, NUMBERS, Place
 from .call.quantisation import STORAGE
 from .call.qv import joined
-from .call.scalars import alignment, real, whole
+from .call.scalars import alignment, flag, real, whole
 from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors, acc_dtype
 from .call.validation import check, check_lse, counts
 from .dispatch import (
@@ -266,6 +266,7 @@ def attention(
         out = fast_path.attend(_FAST, q, k, v, arguments)
         if out is not None:
             return out
+    flag("return_lse", return_lse)
     if v is None:
         raise no_values(k)
     if qv is not None:
@@ -410,6 +411,7 @@ def attention_packed(
     """
     if surplus:
         raise by_position("attention_packed", "q, k, v, cu_q, cu_k", surplus)
+    flag("return_lse", return_lse)
     if v is None:
         raise no_values(k)
     if qv is not None:
@@ -478,6 +480,7 @@ def attention_weights(
     """
     if surplus:
         raise by_position("attention_weights", "q, k", surplus)
+    flag("average_heads", average_heads)
     if is_overridden(q, k) and not is_compiling():
         own = {"lse": lse, "average_heads": average_heads}
         return handle(attention_weights, (q, k), **own, **arguments)
@@ -796,8 +799,7 @@ def _options(
     softcap = None if softcap is None else real("softcap", softcap)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: got {backend!r}, expected a name, or None for the best")
-    if not isinstance(row_invariant, bool):
-        raise TypeError(f"row_invariant: got {row_invariant!r}, expected True or False")
+    row_invariant = flag("row_invariant", row_invariant)
     fields = scale, aligned, left, right, softcap, dropout_p, backend or ""
     lies = dict(zip(Options._fields[-len(Place._fields) :], place), row_invariant=row_invariant)
     lies |= dict(zip(("out_order", "grad_order"), orders))
@@ -838,15 +840,14 @@ def _place(place) -> Place:
         return EVERYTHING
     if not isinstance(place, Place):
         raise TypeError(f"place: got {place!r}, expected a fastattn.Place or None")
-    if not isinstance(place.bottom_right, bool):
-        raise TypeError(f"place.bottom_right: got {place.bottom_right!r}, expected True or False")
+    bottom_right = flag("place.bottom_right", place.bottom_right)
     found = [
         x
         if x is None and Place._field_defaults[name] is None
         else whole(f"place.{name}", x, "a whole number")
         for name, x in zip(NUMBERS, place)
     ]
-    return Place(*found, bottom_right=place.bottom_right)  # ty: ignore
+    return Place(*found, bottom_right=bottom_right)  # ty: ignore
 
 
 def _edges(window) -> tuple:

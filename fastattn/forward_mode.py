@@ -9,6 +9,7 @@ from typing_extensions import Unpack  # torch depends on it
 
 from .api import Arguments, no_values, prepare, with_arguments
 from .call.qv import joined_with_tangents
+from .call.scalars import flag
 from .call.spec import Tangents, Tensors
 from .call.tangents import need_tangent
 from .call.validation import check
@@ -135,6 +136,7 @@ def attention_jvp(
         >>> ahead = fastattn.attention(q + h * q_t, k, v, causal=True)
         >>> torch.testing.assert_close((ahead - out) / h, out_t, atol=1e-4, rtol=1e-4)
     """
+    flag("return_lse", return_lse)
     if v is None:
         raise no_values(k)
     if qv is not None:

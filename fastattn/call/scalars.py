@@ -1,6 +1,7 @@
 """Convert scalar arguments, numpy's among them, to plain Python numbers and texts.
 
-A bool is refused as a number: True equals 1, so caches of calls could not tell them apart.
+A bool is refused as a number, and a number as a bool: True equals 1, so caches of calls could not
+tell them apart. numpy's bools are bools.
 """
 
 from __future__ import annotations
@@ -22,11 +23,21 @@ _ALIGNMENTS = {
 
 def alignment(causal: Any) -> str:
     """The argument `causal` as one of "", "top_left" and "bottom_right"."""
-    try:
-        return _ALIGNMENTS[causal]
-    except (KeyError, TypeError):
+    if not (_is_bool(causal) or isinstance(causal, str)) or causal not in _ALIGNMENTS:
         expected = 'False, True, "top_left" or "bottom_right"'
-        raise ValueError(f"causal: got {causal!r}, expected {expected}") from None
+        raise ValueError(f"causal: got {causal!r}, expected {expected}")
+    return _ALIGNMENTS[causal]
+
+
+def flag(name: str, x: Any) -> Any:
+    """x as a bool. Numbers, tensors and texts are none."""
+    if not _is_bool(x):
+        raise TypeError(f"{name}: got {x!r} ({type(x).__name__}), expected True or False")
+    return bool(x)
+
+
+def _is_bool(x: Any) -> bool:
+    return type(x).__name__ in BOOLS
 
 
 def real(name: str, x: Any) -> Any:
@@ -47,7 +58,7 @@ def whole(name: str, x: Any, expected: str) -> Any:
     if type(x) is int or isinstance(x, SymInt):
         return x
     try:
-        if not isinstance(x, Tensor) and type(x).__name__ not in BOOLS:
+        if not isinstance(x, Tensor) and not _is_bool(x):
             return operator.index(x)
     except TypeError:
         pass

@@ -14,6 +14,7 @@ from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_argume
 from ..backends.value_checks import check_values
 from ..call.need import need_a_tensor
 from ..call.place import EVERYTHING
+from ..call.scalars import flag
 from ..call.validation import check, describe
 from ..dispatch.library_ops import opaque_to_dynamo
 from . import cost_model, gather, ring, ulysses, usp
@@ -168,6 +169,8 @@ def attention(
         >>> torch.testing.assert_close(out, fastattn.attention(*whole, causal=True))
         >>> dist.destroy_process_group()
     """
+    flag("agree", agree)
+    flag("return_lse", return_lse)
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.attention")
     how = dict(strategy=strategy, layout=layout, return_lse=return_lse)

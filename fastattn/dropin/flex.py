@@ -20,6 +20,7 @@ from .. import reference
 from ..api import attend, autocast, draw_seed, may_autocast, runs_programs
 from ..backends.base import in_order
 from ..backends.base import names as backend_names
+from ..call.scalars import flag
 from ..call.sizes import divides, holds, is_decided, known
 from ..call.spec import TOKENS, acc_dtype
 from ..require_torch import TORCH_VERSION
@@ -310,6 +311,8 @@ def _check(
     return_aux: Any,
 ) -> None:
     """Apply torch's rules that `attention` does not have, with the first words of its messages."""
+    flag("enable_gqa", enable_gqa)
+    flag("return_lse", return_lse)
     if any(x.is_nested for x in (query, key, value)):
         raise NotImplementedError("flex_attention does not support NestedTensor inputs")
     if not query.ndim == key.ndim == value.ndim == 4:

@@ -23,7 +23,7 @@ from ..call.int4 import BLOCK, INT4
 from ..call.need import need_a_tensor, need_constant
 from ..call.place import Place
 from ..call.quantisation import STORAGE
-from ..call.scalars import whole
+from ..call.scalars import flag, whole
 from ..call.validation import DTYPES
 from ..dispatch.torch_function import is_compiling
 from ..score_mods.tracing import MaskMod, ScoreMod
@@ -184,7 +184,7 @@ class KVCache:
         table = torch.zeros(batch, blocks, dtype=torch.int64, device="cpu")
         lengths = torch.zeros(batch, dtype=torch.int64, device="cpu")
         items = Items(table, lengths, torch.zeros(batch, dtype=torch.bool, device="cpu"))
-        self._begin(pool, items, capacity, grow, contiguous=page_size is None)
+        self._begin(pool, items, capacity, flag("grow", grow), contiguous=page_size is None)
         self._watch()
 
     # ----------------------------------------------------------------------------------- contents

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import api
+from ..call.scalars import flag
 from ..call.sizes import agree, broadcasts
 from ..dispatch import torch_function
 from ..module_types import AsForward
@@ -49,6 +50,7 @@ def attend(
     Returns the output (..., M, Dv) and, with need_weights, the weights (..., M, N) after dropout
     that v was multiplied by. A row with every key hidden has weights and output 0.
     """
+    flag("need_weights", need_weights)
     lead = q.shape[:-2]
     alike = agree(lead, k.shape[:-2]) and agree(lead, v.shape[:-2])
     if not (q.ndim == k.ndim == v.ndim >= 2 and alike):

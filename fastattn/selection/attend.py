@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..api import attention_packed
-from ..call.scalars import alignment, whole
+from ..call.scalars import alignment, flag, whole
 from ..call.sizes import agree, divides, holds
 from ..dispatch.torch_function import is_compiling, is_overridden
 from ..merging import weigh
@@ -152,6 +152,7 @@ def attention_selected(
         >>> full = fastattn.attention_selected(q, k, v, every, block=16, causal=True)
         >>> torch.testing.assert_close(full, fastattn.attention(q, k, v, causal=True))
     """
+    flag("return_lse", return_lse)
     if is_overridden(q, k, v, indices) and not is_compiling():
         own: dict[str, Any] = dict(block=block, key_lengths=key_lengths, causal=causal, sinks=sinks)
         own |= dict(scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..call.scalars import alignment, whole
+from ..call.scalars import alignment, flag, whole
 from ..call.sizes import divides, known
 from ..reference import scale_of
 from .highest import highest
@@ -78,6 +78,7 @@ def top_blocks(
         >>> fastattn.top_blocks(q, k, block=64, count=2, causal=True)[0, 0, 100]
         tensor([0, 1], dtype=torch.int32)
     """
+    flag("shared", shared)
     align = _check(q, k, block, count, causal, key_lengths)
     (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import Tensor, get_num_threads
 
 from ..backends.native import libraries
 from ..backends.native.libraries import DTYPE, TENSOR
-from ..call.scalars import alignment, whole
+from ..call.scalars import alignment, flag, whole
 from ..call.spec import acc_dtype
 from ..namespace import add_op_namespace_prefix
 from .highest import highest
@@ -120,6 +120,7 @@ def lightning_index(
         >>> chosen[0, 0, 2]
         tensor([ 0,  1,  2, -1, -1, -1, -1, -1], dtype=torch.int32)
     """
+    flag("return_scores", return_scores)
     if isinstance(k, Tensor) and k.ndim == 4 and k.shape[1] == 1:
         k = k.squeeze(1)
     align = _check(q, k, weights, count, causal, key_lengths)

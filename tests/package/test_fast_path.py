@@ -349,3 +349,16 @@ def outcome(call, args, given):
     except Exception as error:
         return type(error), str(error)
     return out.tolist() if out.device.type == "cpu" else out.shape, out.stride(), out.dtype
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(causal=1), dict(return_lse=0), dict(row_invariant=0)], ids=str
+)
+def test_a_warm_path_takes_no_number_for_a_bool(wrong, ran):
+    """1 equals True, and 0 False: a plan of the call with bools must not serve it."""
+    q, k, v = torch.randn(3, 1, 2, 8, 16)
+    for causal in (True, False):
+        fastattn.attention(q, k, v, causal=causal)
+    assert ran == [True, True]
+    with pytest.raises((TypeError, ValueError), match=r"got [01].*, expected"):
+        fastattn.attention(q, k, v, **wrong)
