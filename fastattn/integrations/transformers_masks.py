@@ -208,8 +208,9 @@ def make_mask(
     if pattern is not None and pattern.restarts and pattern.sequences is None:
         pattern = None  # positions that restart in one sequence
     if pattern is not None and not isinstance(kv_offset, Tensor):
-        static = isinstance(q_offset, Tensor)
-        if static and q_offset.device.type == "cpu" and not _is_compiling():
+        # A static cache of a window counts in plain numbers, but transformers keeps its mask, too.
+        static = isinstance(q_offset, Tensor) or rest.get("allow_is_causal_skip") is False
+        if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not _is_compiling():
             q_offset = int(q_offset)
         seen = _seen(attention_mask, kv_offset, kv_length)
         rows = CallRows(batch_size, q_length, kv_length, q_offset, kv_offset, device, static)
@@ -333,7 +334,7 @@ def _arguments(pattern: Pattern, seen: Tensor | None, rows: CallRows) -> dict[st
         return _window(pattern) | _padding(seen, rows, right=True)
     end, N = rows.end, rows.N
     if isinstance(end, Tensor):  # of a static cache: its value is not read
-        padding = {} if seen is None else {"mask": seen[:, None, None]}
+        padding = _padding(seen, rows, right=False)
         lengths = end.expand(rows.B).contiguous()
         return dict(causal="bottom_right", key_lengths=lengths, **padding, **_window(pattern))
     if end > N:
@@ -362,9 +363,12 @@ def _in_one_chunk(pattern: Pattern, rows: CallRows) -> bool:
 
 def _padding(seen: Tensor | None, rows: CallRows, *, right: bool) -> dict[str, Any]:
     """Arguments for padding among the keys up to the last row's: key_lengths if `right` and all
-    padding is on the right, else a mask of columns."""
+    padding is on the right, else a mask of columns, which a static cache has at every step, in one
+    layout."""
     if seen is None:
         return {}
+    if not right and rows.static:
+        return {"mask": seen.contiguous()[:, None, None]}
     if not _is_compiling():
         before = seen if right else seen[:, : rows.end]
         if before.all():

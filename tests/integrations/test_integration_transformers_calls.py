@@ -239,6 +239,36 @@ def test_steps_of_a_static_cache_have_the_same_arguments(overlay):
     assert len({tuple(sorted(step.arguments)) for step in steps}) == 1
 
 
+def generated(attention):
+    """The tokens that a model with a window generates with a static cache, and how often
+    torch.compile made a graph. Padding leaves the window on the way."""
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, num_hidden_layers=1, sliding_window=4)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**sizes, attn_implementation=attention, eos_token_id=None)
+    ).eval()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    model.forward = torch.compile(model.forward, backend=backend)
+    ids = torch.randint(3, 64, (2, 3))
+    seen = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    given = dict(attention_mask=seen, max_new_tokens=7, do_sample=False, pad_token_id=0)
+    return model.generate(ids, **given, cache_implementation="static"), len(graphs)
+
+
+def test_a_static_cache_with_a_window_compiles_as_many_graphs_as_sdpa(registered):
+    expected, most = generated("sdpa")
+    found, graphs = generated("fastattn")
+    assert torch.equal(found, expected)
+    assert graphs <= most
+
+
 def test_the_mask_moves_to_the_models_device():
     """Models spread over devices move the mask between them."""
     mask = make_mask(2, 5, 5, attention_mask=seen_by("left", 5)[1:])
