@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..environment import setting
+from ..call.environment import setting
 from . import gpu
 from .sm90_probe import NEVER, Case, cases, complaint, launch
 

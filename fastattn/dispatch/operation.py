@@ -18,6 +18,7 @@ from torch import Tensor
 from ..backends.base import Backend, WithTangents, choose, empty_dense, why_not
 from ..backends.native import marshalling
 from ..backends.native.marshalling import Kind
+from ..call.environment import setting
 from ..call.int4 import INT4, columns
 from ..call.spec import (
     ARGUMENTS,
@@ -32,7 +33,6 @@ from ..call.spec import (
 )
 from ..call.tangents import need_like
 from ..call.validation import describe, need_memory
-from ..environment import setting
 from ..namespace import operator
 from .advice import advise
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import __main__, environment
+from fastattn import __main__
 from fastattn.backends import base
 from fastattn.backends.base import Support
 from fastattn.backends.native import libraries
+from fastattn.call import environment
 from fastattn.call.spec import Feature
 from fastattn.call.validation import DTYPES
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...call.environment import setting
 from ...call.spec import (
     ARGUMENTS,
     DROPOUT_PERIODS,
@@ -30,7 +31,6 @@ from ...call.spec import (
     WHOLE,
     AttentionSpec,
 )
-from ...environment import setting
 from ...namespace import PACKAGE
 from .elf import why_broken
 from .host import python_host

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...call.environment import setting
 from ...call.spec import AttentionSpec
-from ...environment import setting
 from .tile_configs import Config, triton_version
 
 
