@@ -283,3 +283,12 @@ def test_sizes_that_disagree_raise_when_the_program_runs(call, letter, name):
     program = exported(model, keep, tensors)
     with pytest.raises((RuntimeError, ValueError)):
         program(torch.ones_like(keep), tensors)
+
+
+@pytest.mark.parametrize("call", ["sdpa, no mask", "flex"])
+def test_fewer_key_heads_raise_without_enable_gqa(call):
+    """The kernels would take them for groups."""
+    model, keep, tensors = prepared(call, "Hk", ("k", "v"), False)
+    program = exported(model, keep, tensors)
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        program(torch.arange(5) < 2, tensors)
