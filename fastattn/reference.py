@@ -404,8 +404,3 @@ def weights(s: Tensor, normaliser: Tensor) -> Tensor:
     lse, tail = normaliser.to(s)[..., None]
     # An empty row gives 0. s and lse may both be large, so their difference is computed first.
     return torch.exp((s - torch.where(lse == -torch.inf, torch.inf, lse)) - tail)
-
-
-def sink_shares(sinks: Tensor, normaliser: Tensor) -> Tensor:
-    """(B,H,M): the probability of each row's sink, a key without a value."""
-    return weights(sinks.to(normaliser)[:, None, None], normaliser).squeeze(-1)

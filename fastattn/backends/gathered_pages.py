@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tensors
-from ..reference import sink_shares
 from .base import Backend
 
 _OF_HEADS = Feature.DROPOUT | Feature.ALIBI | Feature.BAND
@@ -79,6 +78,14 @@ def sink_gradient(sinks: Tensor, rows: Rows) -> Tensor:
     if rows.dlse is not None:
         delta = delta - rows.dlse
     return -(sink_shares(sinks, rows.normaliser) * delta).sum((0, 2))
+
+
+def sink_shares(sinks: Tensor, normaliser: Tensor) -> Tensor:
+    """(B,H,M): the probability of each row's sink, a key without a value. 0 in a row without keys
+    and sink: there -inf - (-inf) would be NaN."""
+    lse, tail = normaliser
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)
+    return torch.exp(sinks.to(lse)[:, None] - lse - tail)
 
 
 def _rows_of(spec: AttentionSpec, t: Tensors, b: int, end: int) -> slice:

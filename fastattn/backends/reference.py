@@ -344,7 +344,9 @@ def _score_and_lse_tangents(
 
 
 def _shares(t: Tensors) -> Tensor:
-    return oracle.sink_shares(t.given("sinks"), t.given("normaliser"))
+    """The probability of each row's sink, (B,H,M)."""
+    normaliser = t.given("normaliser")
+    return oracle.weights(t.given("sinks").to(normaliser)[:, None, None], normaliser).squeeze(-1)
 
 
 def _seen(share: Tensor, moves: Tensor) -> Tensor:

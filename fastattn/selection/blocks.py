@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from ..call.scalars import alignment, flag, whole
 from ..call.sizes import divides, known
-from ..reference import scale_of
 from .highest import highest
 from .seen import (
     check_lengths,
@@ -125,7 +124,7 @@ def _hide(scores: Tensor, seen: Tensor, block: int, causal: bool) -> Tensor:
 
 def _of_group(scores: Tensor, D: int) -> Tensor:
     """The sum of the heads' probabilities, with the infinities of `scores`."""
-    finite = scores.masked_fill(scores == torch.inf, -torch.inf) * scale_of(D, None)
+    finite = scores.masked_fill(scores == torch.inf, -torch.inf) * (D**-0.5 if D else 1.0)
     top = finite.amax(-1, keepdim=True) if scores.shape[-1] else finite
     p = torch.exp(finite - top.masked_fill(top == -torch.inf, 0))
     p = (p / p.sum(-1, keepdim=True).clamp(min=1)).sum(2)

@@ -188,7 +188,7 @@ the slope of a tanh grows: derivatives: program_derivatives
 +d.emit("add", d.number(1.0), d.emit("mul", at, at))
 a derivative is selected before it is multiplied: derivatives: program_derivatives
 -return Unselected(at, x.taken)
-+return Unselected(self.emit("mul", factor, self.selected(x)), x.taken)
++return Unselected(self.emit("mul", factor, self.selected(x)), self.builder.constant(True))
 a branch that is taken hides the other: derivatives: program_derivatives
 -self.emit("or", x.taken, other), self.emit("or", y.taken, test)
 +self.emit("and", x.taken, other), self.emit("or", y.taken, test)

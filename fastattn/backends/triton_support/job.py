@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...call.spec import AttentionSpec, Tensors
-from ...reference import sink_shares
+from ..gathered_pages import sink_shares
 from ..gpu import architecture, processors
 from ..native.marshalling import specialization_key
 from ..native_launcher import prepared
