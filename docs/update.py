@@ -25,8 +25,9 @@ COLOURS = 128
 GALLERY = """# Gallery
 
 Programs that use fastattn for a task, and print claims that they check: each exits with status 1
-if one fails. They download nothing. Every picture was made by the command below it. They need
-`matplotlib`, `scikit-learn` and `tqdm`.
+if one fails. They download nothing. Every picture was made by the command below it. First run
+`pip install matplotlib scikit-learn tqdm`. After `pip install .` run them outside the checkout,
+where [the compiled kernels](start/install.md#what-runs-here) are found.
 """
 
 
@@ -42,10 +43,11 @@ def examples():
 def entry(name):
     """The text of one example, in Markdown."""
     first, _, rest = docstring(name).partition("\n")
-    rest = "\n".join(line for line in rest.split("\n") if not line.startswith("    python -m"))
+    kept = (line for line in rest.split("\n") if not line.startswith("    python -m"))
+    rest = "\n".join(kept).strip("\n")
     return (
         f"\n## {name}\n\n{first}\n\n![What {name} plots](pictures/{name}.png)\n\n"
-        f"{rest.strip()}\n\n```sh\npython -m fastattn.examples.{name} --plot\n```\n"
+        f"{rest}\n\n```sh\npython -m fastattn.examples.{name} --plot\n```\n"
     )
 
 

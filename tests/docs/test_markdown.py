@@ -13,6 +13,7 @@ from tests.support.checkout import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+MAKES = r"^(?:(?:def|class) {0}\b|\s*from torch\..+ import \w+ as {0}$)"
 LISTS = DOCS / "index.md", DOCS / "reference" / "index.md"
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="no docs: not a checkout")
@@ -42,6 +43,15 @@ def test_pages_made_of_sources_are_current():
     assert set(DOCS.glob("drawings/*")) <= made.keys()
 
 
+def test_the_gallery_keeps_indentation():
+    """Commands and formulas of a docstring are indented: else a hub shows them as prose."""
+    update = runpy.run_path(str(DOCS / "update.py"))
+    for name in update["examples"]():
+        lines = update["docstring"](name).split("\n")
+        lost = set(lines) - set(update["entry"](name).split("\n"))
+        assert all(x.startswith("    python -m fastattn.examples.") for x in lost), name
+
+
 def test_an_example_that_fails_keeps_its_picture(monkeypatch):
     update = runpy.run_path(str(DOCS / "update.py"))
     path = DOCS / "pictures" / "serve.png"
@@ -53,11 +63,12 @@ def test_an_example_that_fails_keeps_its_picture(monkeypatch):
     assert path.read_bytes() == before
 
 
-def test_a_name_of_the_reference_links_to_the_file_that_defines_it():
+def test_a_name_of_the_reference_links_to_the_file_that_has_it():
+    """That defines it, or imports it from another library."""
     files = runpy.run_path(str(DOCS / "extensions" / "docstrings.py"))["FILES"]
     wrong = {
         name: file
         for name, file in files.items()
-        if not re.search(rf"^(?:def|class) {name.split('.')[-1]}\b", file.read_text("utf-8"), re.M)
+        if not re.search(MAKES.format(name.split(".")[-1]), file.read_text("utf-8"), re.M)
     }
     assert wrong == {}
