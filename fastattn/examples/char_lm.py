@@ -239,8 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{name}, dropout {p:g}: {rate:,.0f}" for (name, p), rate in rates.items()
         )
         claims.prove(
-            f"dropout costs time, and less when fused; characters a second at {context:,} are\n"
-            f"        {shown}",
+            f"dropout on {context:,} characters: time grows, and less when fused; characters a\n"
+            f"        second: {shown}",
             in_order({kind: 1 / rate for kind, rate in rates.items()}),
         )
     with torch.no_grad():

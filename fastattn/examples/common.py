@@ -44,7 +44,8 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
 
 
 class Claims:
-    """The claims of an example. Each is printed with its measured numbers and whether it holds."""
+    """The claims of an example. Each is printed with its measured numbers and whether it holds.
+    The first line of one that other work on the machine can spoil has ": time "."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []

@@ -286,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     order = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
     claims.prove(
-        f"characters a second, the most first: {order}",
+        f"the three ways: time grows in their order; characters a second: {order}",
         in_order({name: 1 / rate for name, rate in rates.items()}),
     )
     small, large = (served[x].nbytes / 1e6 for x in (CONTINUOUS, PADDED))

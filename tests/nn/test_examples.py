@@ -51,7 +51,7 @@ def test_example(name, tmp_path, record_property):
     )
     claims = [line for line in done.stdout.split("\n") if line.startswith(("proved", "FAILED"))]
     failed = [line for line in claims if line.startswith("FAILED")]
-    disturbed = [line for line in failed if name == "complexity" and TIMES in line]
+    disturbed = [line for line in failed if TIMES in line]
     for line in disturbed:
         record_property("notice", f"{name}: {line}")
     assert done.returncode == bool(failed), done.stdout + done.stderr
@@ -142,7 +142,7 @@ def test_continuous_batching_that_is_slower_fails_the_command(monkeypatch, capsy
         monkeypatch.setattr(serve, name, value)
     assert serve.main([]) == 1
     (failed,) = (x for x in capsys.readouterr().out.split("\n") if x.startswith("FAILED"))
-    assert "continuous batching 22, padded batches 24" in failed
+    assert TIMES in failed and "continuous batching 22, padded batches 24" in failed
     seconds[serve.CONTINUOUS] = 0.9
     assert serve.main([]) == 0
 
@@ -154,6 +154,16 @@ def test_continuous_batching_that_is_slower_fails_the_command(monkeypatch, capsy
 )
 def test_dropout_that_makes_a_step_faster_is_noticed(seconds, expected):
     assert char_lm.in_order(dict(zip(char_lm.COMPARED, seconds))) == expected
+
+
+def test_times_of_dropout_out_of_order_fail_the_command(monkeypatch, capsys):
+    """As claims about time, which `test_example` only reports."""
+    slow = {(name, p, n): (1.0 + p, 1.0) for name, p in char_lm.COMPARED for _, n in char_lm.SIZES}
+    monkeypatch.setattr(char_lm, "STEPS", 1)
+    monkeypatch.setattr(char_lm, "compare", lambda text: slow)
+    assert char_lm.main([]) == 1
+    failed = [x for x in capsys.readouterr().out.split("\n") if x.startswith("FAILED")]
+    assert sum(TIMES in line for line in failed) == len(char_lm.SIZES)
 
 
 # --- shared helpers -------------------------------------------------------------------------------
