@@ -49,8 +49,8 @@
 #   FASTATTN_CUDA=on, off    compile the CUDA kernels, or not; else (auto) where there are nvcc and
 #                a GPU. CUDAARCHS="80-real;120": for these, not sm_80 and 90
 #   FASTATTN_ISAS=avx2       build these CPU instruction sets, and generic; all: every one. Else what
-#                the target needs: `make bench` this machine's best, `make test` the model of AMX's
-#                tiles too, `make test-all` every one
+#                the target needs: `make bench` what this machine runs best and decodes best with,
+#                `make test` the model of AMX's tiles too, `make test-all` every one
 
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(if $(VENV),$(VENV)/bin/python,python3)
@@ -202,7 +202,7 @@ $(DOCS): docs/requirements.txt | setup
 
 export FASTATTN_CUDA ?=
 
-# What a target needs: `bench` few packages and this machine's best instruction set, the others the
+# What a target needs: `bench` few packages and this machine's best instruction sets, the others the
 # packages of development, those of EVERY_SET every set. What a later level has set up serves an
 # earlier one.
 EVERY_SET := test-rest test-all fuzz instructions
@@ -246,8 +246,7 @@ $(STAMP): $(SOURCES)
 	@rm -f $(@D)/.fastattn* && touch $@.begun
 	$(PIP) install -q -c .ci/constraints.txt scikit-build-core cmake ninja
 	@echo "installing torch, and compiling:"
-	@$(PIP) install -q -c .ci/constraints.txt torch & \
-		$(BUILD) $(PYTHON) .ci/build.py; status=$$?; wait; exit $$status
+	@$(BUILD) $(PYTHON) .ci/build.py $(PIP) install -q -c .ci/constraints.txt torch
 	$(BUILD) $(PIP) install -c .ci/constraints.txt --no-build-isolation -e '.[$(LEVEL:all=dev)]'
 	@mv $@.begun $@
 else

@@ -1,10 +1,14 @@
 """Compile fastattn into its build folder, with a line for each file that is done. pip then finds
 everything compiled, and shows nothing of its own while it compiles.
 
+build.py                compile
+build.py COMMAND...     run this command meanwhile, and end it where the build is interrupted
+
 The status is 1 if the build failed: the compiler's output is printed, and its cause where it is
-none of the sources. What was compiled before an interruption is kept.
+none of the sources; or if the command failed. What was compiled before an interruption is kept.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -40,33 +44,45 @@ def cause(status, output):
     return f"{MEMORY} {KEPT}" if KILLED.search(output) else None
 
 
-def main():
-    begun, output = time.monotonic(), []
-    build = subprocess.Popen(
-        [sys.executable, "-c", COMPILE],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # a group of processes, for a signal to reach all of them
-    )
+def main(meanwhile):
+    begun, output, started = time.monotonic(), [], []
+
+    def start(command, **more):
+        # A session is a group of processes, for a signal to reach all of them.
+        started.append(subprocess.Popen(command, start_new_session=True, **more))
+        return started[-1]
+
     try:
+        other = start(meanwhile) if meanwhile else None
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        build = start([sys.executable, "-c", COMPILE], **pipes)
         for line in build.stdout:
             output.append(line)
             if step := STEP.match(line.strip()):
                 seconds = time.monotonic() - begun
                 print(f"[{step[1]} {seconds:4.0f} s] {name_of(step[2])}", flush=True)
         status = build.wait()
+        failed = other.wait() if other else 0
     except KeyboardInterrupt:
-        os.killpg(build.pid, signal.SIGINT)
-        build.communicate()  # until the last of them has ended
+        for group in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group.pid, signal.SIGINT)
+        for group in started:
+            group.communicate()  # until the last of them has ended
         print(f"\nThe build was interrupted. {KEPT}", file=sys.stderr)
         return 130
     text = "".join(output)
     if status:
         print(text, cause(status, text) or "", sep="\n", file=sys.stderr)
-    return int(status != 0)
+    if failed:
+        print(f"{' '.join(meanwhile)} failed with status {failed}.", file=sys.stderr)
+    return int(status != 0 or failed != 0)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-    sys.exit(main())
+    # Also if they are ignored, as in the background of a shell. nohup asks for just that, though.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))

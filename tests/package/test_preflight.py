@@ -141,6 +141,24 @@ KILLED = 'sys.exit("g++: fatal error: Killed signal terminated program cc1plus")
 KEPT = "What was compiled is kept: the same command goes on from there."
 
 
+def building(machine, then, seconds, meanwhile=(), ignored=()):
+    """build.py as it starts with these signals ignored, on a build that takes these seconds."""
+    package = machine.packages / "scikit_build_core"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "build.py").write_text(BUILD.format(then=then, seconds=seconds))
+    command = [sys.executable, str(CHECKOUT / ".ci" / "build.py"), *meanwhile]
+    traps = " ".join(f"trap '' {int(x)};" for x in ignored)
+    return subprocess.Popen(
+        ["sh", "-c", f'{traps} exec "$0" "$@"', *command],
+        env=os.environ | {"PYTHONPATH": str(machine.packages)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 @pytest.mark.parametrize(
     "then, sent, status, shown, said",
     [
@@ -150,22 +168,12 @@ KEPT = "What was compiled is kept: the same command goes on from there."
         ("os.kill(os.getpid(), 9)", None, 1, "", f"The build was ended by SIGKILL. {KEPT}"),
         ("ninja.wait()", signal.SIGINT, 130, "", f"The build was interrupted. {KEPT}"),
         ("ninja.wait()", signal.SIGTERM, 130, "", f"The build was interrupted. {KEPT}"),
+        ("ninja.wait()", signal.SIGHUP, 130, "", f"The build was interrupted. {KEPT}"),
     ],
-    ids=["done", "error", "killed compiler", "killed", "interrupted", "terminated"],
+    ids=["done", "error", "killed compiler", "killed", "interrupted", "terminated", "hung up"],
 )
 def test_a_build_shows_its_files_and_why_it_ended(then, sent, status, shown, said, machine):
-    package = machine.packages / "scikit_build_core"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "build.py").write_text(BUILD.format(then=then, seconds=60 if sent else 0))
-    with subprocess.Popen(
-        [sys.executable, str(CHECKOUT / ".ci" / "build.py")],
-        env=os.environ | {"PYTHONPATH": str(machine.packages)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as build:
+    with building(machine, then, seconds=60 if sent else 0) as build:
         first = build.stdout.readline()
         assert re.fullmatch(r"\[1/3 +\d+ s\] avx512_forward\n", first)
         begun = time.monotonic()
@@ -176,6 +184,36 @@ def test_a_build_shows_its_files_and_why_it_ended(then, sent, status, shown, sai
     assert re.findall(r"(?m)^\[3/3 +\d+ s\] (.*)$", output) == ([shown] if shown else [])
     assert "install g++" not in errors and (said in errors if said else not errors)
     assert ("out of memory?" in errors) == (then is KILLED) and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_leaves_nothing_running(sent, machine):
+    """The pipe ends when the last process that holds it has: the build's, and the command's. Shells
+    start what runs in the background with SIGINT ignored."""
+    meanwhile = ("sh", "-c", "sleep 60; true")
+    ignored = (signal.SIGINT, signal.SIGTERM)
+    with building(machine, "ninja.wait()", 60, meanwhile, ignored) as build:
+        build.stdout.readline()
+        begun = time.monotonic()
+        build.send_signal(sent)
+        build.communicate()
+    assert build.returncode == 130 and time.monotonic() - begun < 50
+
+
+def test_a_build_under_nohup_goes_on(machine):
+    with building(machine, "ninja.wait()", 1, ignored=(signal.SIGHUP,)) as build:
+        build.stdout.readline()
+        build.send_signal(signal.SIGHUP)
+        build.communicate()
+    assert build.returncode == 0
+
+
+@pytest.mark.parametrize("command, status", [("exit 0", 0), ("sleep 0.5; exit 3", 1)])
+def test_a_failed_command_beside_the_build_fails_it(command, status, machine):
+    with building(machine, "", 0, ("sh", "-c", command)) as build:
+        output, errors = build.communicate()
+    assert build.returncode == status and "[3/3 " in output
+    assert errors == (f"sh -c {command} failed with status 3.\n" if status else "")
 
 
 STAMP = """#!/bin/sh
@@ -214,3 +252,7 @@ def test_a_target_sets_up_what_is_missing(goal, there, sets, packages, tmp_path)
     built = re.findall(r"FASTATTN_ISAS=(\S+) \S+ \.ci/build\.py", done.stdout)
     assert built == ([sets] if sets else [])
     assert re.findall(r"-e '\.\[(\w+)\]'", done.stdout) == ([packages] if packages else [])
+    # Ctrl-C at make reaches what runs in the foreground, and build.py ends what it started.
+    assert not re.search(r"(?<!&)&(?!&)\s*\\?$", done.stdout, re.M)
+    torch = re.findall(r"\.ci/build\.py \S+ -m pip .* install .* torch$", done.stdout, re.M)
+    assert len(torch) == bool(sets)
