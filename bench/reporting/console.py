@@ -26,14 +26,20 @@ def timing_of(cell: Record, threads: int | None) -> Record:
     return next((x for x in cell["timings"] if x["threads"] == threads), {})
 
 
-def speedup_of(entry: Record, peer: str = BASELINE) -> Record | None:
-    """Quartiles of our speed-up over a peer; None if it was not timed."""
-    return entry.get("peers", {}).get(peer, {}).get("speedup")
-
-
 def busy(timing: Record) -> bool:
     """Whether other processes used the cores during these wall times, which then say nothing."""
     return (timing.get("threads") or 1) > 1 and (timing.get("others") or 0) > BUSY
+
+
+def speedup_of(entry: Record, peer: str = BASELINE) -> Record | None:
+    """Quartiles of our speed-up over a peer; None if it was not timed, or on a busy machine."""
+    return None if busy(entry) else entry.get("peers", {}).get(peer, {}).get("speedup")
+
+
+def ratio_of(entry: Record) -> str:
+    """The median of our speed-up over torch; busy, or - if it was not timed."""
+    ratio = speedup_of(entry)
+    return f"{ratio['median']:.2f}" if ratio else "busy" if busy(entry) else "-"
 
 
 def first_threads(cells: Sequence[Record]) -> int | None:
@@ -57,11 +63,15 @@ def one_line(cell: Record) -> str:
         return f"{title(cell)}: FAILED, not timed: {cell['reason']}"
     entry = timing_of(cell, first_threads([cell]))
     text = f"{title(cell)}: {_rate(entry['peers'][SUBJECT]['gflops'])}"
-    ratio = speedup_of(entry)
-    text += f", {ratio['median']:.2f}x torch" if ratio else ""
-    text += host(entry["peers"][SUBJECT])
+    text += _times(entry, " torch") + host(entry["peers"][SUBJECT])
     compiled = cell.get("compiled", 0)
     return text + (f"; Triton compiled {compiled} kernels first" if compiled else "")
+
+
+def _times(entry: Record, peer: str = "") -> str:
+    """`ratio_of` as the part of a line: ", 1.25x torch", ", busy" or nothing."""
+    ratio = ratio_of(entry)
+    return {"busy": ", busy", "-": ""}.get(ratio, f", {ratio}x{peer}")
 
 
 def host(row: Record) -> str:
@@ -130,12 +140,8 @@ def _entry(cell: Record | None, threads: int | None, every: int | None) -> str:
     ours, baseline = entry["peers"][SUBJECT], entry["peers"].get(BASELINE)
     percent = ours["percent_of_peak"]
     text = _number(ours["gflops"]) + _number(baseline["gflops"] if baseline else None)
-    text += _speedup(speedup_of(entry)) + (f"{percent:4.0f}" if percent else "   -")
-    if every:
-        timed = timing_of(cell, every)
-        other = speedup_of(timed)
-        text += f"{'busy':>7}" if busy(timed) else f"{other['median']:7.2f}" if other else "      -"
-    return text
+    text += _speedup(entry) + (f"{percent:4.0f}" if percent else "   -")
+    return text + (f"{ratio_of(timing_of(cell, every)):>7}" if every else "")
 
 
 def _number(value: float | None) -> str:
@@ -146,11 +152,10 @@ def spread(ratio: Record) -> str:
     return f"{ratio['median']:.2f} [{ratio['q1']:.2f} {ratio['q3']:.2f}]"
 
 
-def _speedup(q: Record | None) -> str:
-    if not q:
-        return f"{'-':>6} {'':13}"
-    median, _, quartiles = spread(q).partition(" ")
-    return f"{median:>6} {quartiles:<13}"
+def _speedup(entry: Record) -> str:
+    q = speedup_of(entry)
+    quartiles = spread(q).partition(" ")[2] if q else ""
+    return f"{ratio_of(entry):>6} {quartiles:<13}"
 
 
 def _rate(gflops: float) -> str:
@@ -174,9 +179,7 @@ def small_table(cells: list[Record], reading: bool = False) -> Iterator[str]:
             ours, baseline = entry["peers"][SUBJECT], entry["peers"].get(BASELINE)
             text = f"{title(cell) + threads:56}{ours['median_ms']:9.3f}"
             text += f"{baseline['median_ms']:9.3f}" if baseline else f"{'-':>9}"
-            ratio = speedup_of(entry)
-            number = f"{ratio['median']:.2f}" if ratio else "-"
-            text += f"{'busy' if busy(entry) else number:>7}{host(ours)}"
+            text += f"{ratio_of(entry):>7}{host(ours)}"
             if reading:
                 percent = ours["percent_of_read"]
                 text += f"{ours['kv_gbs']:7.1f}" + (f"{percent:9.0f}%" if percent else "")
@@ -190,10 +193,7 @@ def module_line(record: Record) -> str:
     parts = []
     for entry in record["timings"]:
         times = (f"{x} {row['median_ms']:.1f} ms{host(row)}" for x, row in entry["peers"].items())
-        ratio = speedup_of(entry)
-        faster = f", {ratio['median']:.2f}x" if ratio else ""
-        faster = ", busy" if busy(entry) else faster
-        parts.append(f"{clock_of(entry['threads'])}: {', '.join(times)}{faster}")
+        parts.append(f"{clock_of(entry['threads'])}: {', '.join(times)}{_times(entry)}")
     return f"{name}: {'; '.join(parts)}"
 
 
@@ -231,7 +231,7 @@ def subnormal_line(record: Record) -> str:
         return f"{'FAILED':>6}: {name}, not timed: {record['reason']}"
     ms, found = record["ms"], subnormal_cost.verdict(record)
     text = f"{found:>6}: {name}: {ms[SUBJECT]:.1f} ms, flushed to zero "
-    text += f"{ms[subnormal_cost.FLUSHED]:.1f} ms, ratio {_speedup(record['ratio']).strip()}"
+    text += f"{ms[subnormal_cost.FLUSHED]:.1f} ms, ratio {spread(record['ratio'])}"
     return text + (f"; torch {ms[BASELINE]:.1f} ms" if BASELINE in ms else "")
 
 
@@ -369,7 +369,7 @@ def _busy(cells: list[Record]) -> Iterator[str]:
     for threads, count in counts.items():
         yield (
             f"busy: other processes took more than {BUSY:.0%} of the cores in {count} of "
-            f"{len(cells)} cells on {threads} threads; their wall times are in the file alone"
+            f"{len(cells)} cells on {threads} threads; their ratios are in the file alone"
         )
 
 

@@ -148,6 +148,26 @@ def test_wall_times_of_a_busy_machine_are_left_out(sweep):
         assert [("7.77" in x, "busy" in x) for x in lines] == [(shown, not shown)] * len(lines)
 
 
+def test_a_busy_machine_has_no_ratio_in_any_column(sweep):
+    """Not in the first one either, on which a sweep of two threads alone has its times."""
+    result = copy.deepcopy(sweep)
+    for cell in result["cells"]:
+        timed = cell["timings"][0]
+        timed["threads"] = 2
+        timed["peers"][BASELINE]["speedup"] = dict.fromkeys(("q1", "median", "q3"), 7.77)
+    for others, shown in ((0.02, True), (0.5, False)):
+        for cell in result["cells"]:
+            cell["timings"][0]["others"] = others
+        lines = ["\n".join(console.table(result["cells"]))]
+        lines += map(console.one_line, result["cells"])
+        assert [("7.77" in x, "busy" in x) for x in lines] == [(shown, not shown)] * len(lines)
+        assert ("best 7.77" in "\n".join(console.conclusion(result))) == shown
+    idle = result["cells"][0]
+    idle["timings"][0]["others"] = 0.02
+    ratio, *_ = console.conclusion(result)
+    assert "the median of 1 rows, 2 threads" in ratio
+
+
 def test_other_processes_are_counted(monkeypatch):
     """One and a half cores of two, less ours."""
     cores, begun = os.cpu_count() or 1, (100.0, 10.0, 5.0)
