@@ -4,6 +4,8 @@ import ctypes
 import itertools
 import os
 import re
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import fastattn
 from fastattn.__main__ import report, show
 from fastattn.backends.native import libraries
 from tests.support.backends import variant
-from tests.support.checkout import configured
+from tests.support.checkout import ROOT, configured
 
 pytestmark = pytest.mark.skipif(
     bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())
@@ -136,8 +138,24 @@ def test_the_report_has_the_reason_for_the_isa():
     assert found["why"] == libraries.cpu_isa_reason() in show(report())
 
 
-BEST = libraries.cpu_isas()[0] if not libraries.cpu_unavailable() else ""
-NATIVE = {"generic", BEST} | ({"avx512"} if BEST == "amx_bf16" else set())
+def test_a_set_that_is_not_there_is_named_with_those_that_are(monkeypatch):
+    """A build of some sets lacks others that the machine runs."""
+    monkeypatch.setenv("FASTATTN_CPU_ISA", "sse")
+    assert libraries._load_cpu.__wrapped__() == (
+        "FASTATTN_CPU_ISA: got 'sse', expected one that this machine runs and this build has: "
+        f"{','.join(ISAS)} (FASTATTN_ISAS=all at set-up builds every one)"
+    )
+
+
+# The sets that run something here, if none is named.
+UNITS = {} if libraries.cpu_unavailable() else libraries.cpu_units()
+NATIVE = {"generic"} | {isa for passes in UNITS.values() for isa in passes.values()}
+
+
+def levels_of(isa, text):
+    """The optimisation of each unit of an instruction set in a build file."""
+    flags = re.findall(r"^  FLAGS = (.*)$", text, re.M)
+    return [re.findall(r"-O(\d)", x)[-1] for x in flags if f"FA_ISA={isa} " in x]
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are those of x86-64")
@@ -158,11 +176,62 @@ def test_chosen_sets_are_built(tmp_path, sets, built):
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "build.ninja").read_text()
     found = set(re.findall(r"DFA_ISA=(\w+)", text))
-    if "native" in sets and not found <= set(fastattn.__build__["instruction_sets"].split()):
-        pytest.skip("the library in use lacks this machine's best set")
+    generic = set(levels_of("generic", text))  # a fallback for this machine alone, or others' best
+    if "native" in sets:
+        if os.environ.get("FASTATTN_CPU_ISA") or not found <= set(
+            fastattn.__build__["instruction_sets"].split()
+        ):
+            pytest.skip("a set is named, or the library in use lacks this machine's best")
+        assert (generic == {"1"}) == (NATIVE > {"generic"})
+    else:
+        assert (generic == {"1"}) == (sets in ("avx2", "amx_bf16"))
     assert found == built
     known = {x.lower() for x in re.findall(r"DFA_HAS_(\w+)", text)}
     assert known == built - {"generic"}
+
+
+def test_generic_is_fast_in_a_build_for_other_machines(tmp_path):
+    more = {"FASTATTN_EXTENSION": "off", "FASTATTN_PORTABLE": "on"}
+    assert configured(tmp_path, FASTATTN_ISAS="avx2", **more).returncode == 0
+    assert set(levels_of("generic", (tmp_path / "build.ninja").read_text())) == {"3", "2"}
+
+
+# native.cpp on a chip that the environment names, which runs every set.
+CHIP = """
+#include <cstdlib>
+#include "isa_choice.h"
+#include "isa_here.h"
+namespace fa {
+int number(const char* name) { return atoi(getenv(name)); }
+Chip named_chip() { return {getenv("VENDOR"), number("FAMILY"), number("MODEL")}; }
+bool any_set(const std::string&) { return true; }
+}  // namespace fa
+#define this_chip named_chip
+#define runs_here any_set
+#include "native.cpp"
+"""
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no c++")
+def test_a_native_build_runs_what_a_full_one_runs(tmp_path):
+    (tmp_path / "chip.cpp").write_text(CHIP)
+    program, runtime = tmp_path / "chip", ROOT / "csrc" / "cpu" / "runtime"
+    command = ["c++", "-std=c++17", f"-I{runtime}", tmp_path / "chip.cpp", "-o", program]
+    subprocess.run(command, check=True)
+    sets = {ALL: [], TILES + ",amx_model": [], "avx512,avx2,generic": [], "generic": []}
+    for chip in (("GenuineIntel", 6, 207), ("GenuineIntel", 6, 85), ("AuthenticAMD", 26, 68)):
+        environment = dict(zip(("VENDOR", "FAMILY", "MODEL"), map(str, chip), strict=True))
+        for isas, seen in sets.items():
+            command = [program, *reversed(isas.split(","))]
+            found = subprocess.check_output(command, env=environment, text=True)
+            *full, _ = chosen(*chip, isas.removesuffix(",amx_model"))
+            assert found.split(";") == list(dict.fromkeys(full))
+            built = {*full, "generic"} | ({"avx512"} if "amx_bf16" in full else set())
+            listed = ",".join(x for x in isas.split(",") if x in built)
+            assert chosen(*chip, listed)[:2] == tuple(full)
+            seen.append(found)
+    assert sets[ALL] == ["avx512;avx512_bf16"] * 2 + ["avx512_bf16"]
+    assert sets[TILES + ",amx_model"][0] == "amx_bf16;avx512_bf16"
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are those of x86-64")
@@ -180,6 +249,7 @@ def test_the_first_copy_of_an_inline_function_is_the_right_one(tmp_path):
     for isa in order:
         levels = [re.findall(r"-O(\d)", x)[-1] for _, x in objects if f"FA_ISA={isa} " in x]
         assert levels == sorted(levels, reverse=True) and len(levels) > 3, isa
+        assert set(levels) == {"3", "2"}, isa
 
 
 def test_an_unknown_set_is_named(tmp_path):

@@ -268,7 +268,10 @@ def _load_cpu() -> CpuLibrary | str:
     named = os.fsencode(wanted or "")
     if wanted and library.select(named, named):
         have = library.isas().decode()
-        return f"FASTATTN_CPU_ISA: got {wanted!r}, expected one that this machine runs: {have}"
+        return (
+            f"FASTATTN_CPU_ISA: got {wanted!r}, expected one that this machine runs and this build "
+            f"has: {have} (FASTATTN_ISAS=all at set-up builds every one)"
+        )
     library.float32_on_tiles(int(setting("FASTATTN_FLOAT32") == "tiles"))
     return library
 
