@@ -6,6 +6,7 @@ as long as the capacity.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -104,8 +105,9 @@ class KVCache:
     keys, as a bias makes it, costs no accuracy: results and LSE are those of whole keys. The keys
     that come while no page is used decide it, if they are of 16 tokens or more, in all items
     together: in fewer tokens it may be chance. It is a channel's mean where this is larger than the
-    deviation, else 0. With softcap or a score_mod such a call runs a score_mod. In a cache with
-    latent, the columns of values have no offset.
+    deviation, else 0. With softcap or a score_mod such a call runs a score_mod, or restores the
+    items' keys and values in float32 for its time. In a cache with latent, the columns of values
+    have no offset.
 
     Args:
         batch: B, the number of items.
@@ -321,6 +323,7 @@ class KVCache:
         cu_q: Tensor | None = None,
         max_q: int | None = None,
         allow_empty_rows: bool = False,
+        return_lse: bool = False,
         **arguments: Any,
     ) -> Any:
         """Compute `fastattn.attention` of q over the cached keys of each item.
@@ -335,8 +338,9 @@ class KVCache:
                 give zeros, and an LSE of -inf: for batches with unused items. If False, they raise,
                 except in compiled code; with cu_q on a GPU only if no item has a key, or if
                 FASTATTN_CHECK=1.
-            **arguments: Those of `fastattn.attention`, return_lse among them, except key_lengths,
-                which the cache supplies.
+            return_lse: As in `fastattn.attention`.
+            **arguments: Those of `fastattn.attention`, except key_lengths, which the cache
+                supplies.
 
         Shape:
             q: (B, H, M, D), or (T, H, D) with cu_q; the cache's dtype.
@@ -366,15 +370,22 @@ class KVCache:
         for name in ("key_lengths", "block_table", "cu_k", "max_k", "k_scale", "v_scale"):
             if name in arguments:
                 raise TypeError(f"{name}: got an argument, expected none: the cache passes its own")
+        for name, x in (("allow_empty_rows", allow_empty_rows), ("return_lse", return_lse)):
+            flag(name, x)
         mask = arguments.get("mask")
         columns = mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
         given: dict[str, Any] = arguments | dict(
             self._pool.given(),
             causal=causal,
+            return_lse=return_lse,
             block_table=self._on_device[0],
             key_lengths=self._on_device[1],
             max_k=None if columns == 1 else columns,
         )
+        checks = not allow_empty_rows and not is_compiling()
+        wrong = self._without_keys(q, cu_q, given) if checks else None
+        if wrong is not None:  # other arguments that are wrong raise first, on no key
+            given["key_lengths"] = torch.zeros_like(given["key_lengths"])
         if not self._is_autocast():
             found = self._attend(q, cu_q, max_q, given)
         else:
@@ -382,8 +393,8 @@ class KVCache:
                 if "mask" in given:
                     given["mask"] = self._cast(given["mask"])
                 found = self._attend(self._cast(q), cu_q, max_q, given)
-        if not allow_empty_rows and not is_compiling():  # arguments that are wrong raised before
-            self._need_keys(q, cu_q, given)
+        if wrong is not None:
+            raise ValueError(wrong)
         return found
 
     def _is_autocast(self) -> bool:
@@ -415,35 +426,42 @@ class KVCache:
             return attention_packed(q, **given)
         return key_offset.attend(q, self._pool.offset, given)
 
-    def _need_keys(self, q: Tensor, cu_q: Tensor | None, given: dict[str, Any]) -> None:
-        """Raise if causal and window leave the first or the last row of an item without a key."""
+    def _without_keys(self, q: Tensor, cu_q: Tensor | None, given: dict[str, Any]) -> str | None:
+        """What is wrong if causal and window leave the first or the last row of an item without a
+        key. The arguments may be wrong in other ways, which the call names."""
+        try:
+            rows = self._rows_of_items(q, cu_q)
+            causal, place = given["causal"], given.get("place")
+            at_end = causal == "bottom_right" or (place is not None and place.bottom_right)
+            left, right = given.get("window") or (None, None)
+            left = math.inf if left is None else left
+            right = min(math.inf if right is None else right, 0 if causal else math.inf)
+
+            def see(M: int, N: int) -> bool:  # fewer rows on more keys do, too
+                first = N - M if at_end else 0
+                return 0 < N > first + M - 1 - left and first + right >= 0 <= left + right
+
+            lengths = self._lengths.tolist()
+            if rows is None or see(max(rows, default=0), min(lengths, default=0)):
+                return None
+            for b, (M, N) in enumerate(zip(rows, lengths)):
+                if M and not see(M, N):
+                    return (
+                        f"q: got {M} rows of item {b} on {N} keys, expected that causal and window "
+                        "let each row see a key; allow_empty_rows=True gives zeros for one without"
+                    )
+        except (AttributeError, IndexError, TypeError, ValueError):
+            pass  # an argument of a wrong type or shape
+        return None
+
+    def _rows_of_items(self, q: Tensor, cu_q: Tensor | None) -> list[int] | None:
+        """The number of rows of each item. None: only the device knows them."""
         if cu_q is None:
-            rows = [q.shape[2]] * self.batch
-        elif kind((cu_q,)) is not None and checks_values(cu_q.device):
-            rows = cu_q.diff().tolist()
-        elif self._lengths.any():
-            return  # only the device knows the rows of an item
-        else:
-            rows = [q.shape[0]]
-        causal, place = given["causal"], given.get("place")
-        at_end = causal == "bottom_right" or (place is not None and place.bottom_right)
-        left, right = given.get("window") or (None, None)
-        left = math.inf if left is None else left
-        right = min(math.inf if right is None else right, 0 if causal else math.inf)
-
-        def see(M: int, N: int) -> bool:  # fewer rows on more keys do, too
-            first = N - M if at_end else 0
-            return 0 < N > first + M - 1 - left and first + right >= 0 <= left + right
-
-        lengths = self._lengths.tolist()
-        if see(max(rows, default=0), min(lengths, default=0)):
-            return
-        for b, (M, N) in enumerate(zip(rows, lengths)):
-            if M and not see(M, N):
-                raise ValueError(
-                    f"q: got {M} rows of item {b} on {N} keys, expected that causal and window "
-                    "let each row see a key; allow_empty_rows=True gives zeros for one without"
-                )
+            return [q.shape[2]] * self.batch
+        # Only plain memory has numbers to read, not fake tensors, say; and a GPU's wait for it.
+        if kind((cu_q,)) is not None and checks_values(cu_q.device):
+            return [end - first for first, end in itertools.pairwise(cu_q.tolist())]
+        return None if self._lengths.any() else [q.shape[0]]  # without any key all rows are empty
 
     def _every(self, M: int) -> Tensor:
         """Offsets (B+1,) of items with M rows each."""

@@ -4,7 +4,9 @@ Keys of many models have channels that are far from 0 in every token, by a bias 
 all. Such a constant adds one number to all scores of a row, which softmax does not see; but a row's
 scale has to reach it, and the steps between its numbers grow. So keys are stored less an offset of
 each head (Hk,D). Where a result depends on the number itself, scale q . offset, it is added again:
-before a score_mod and a softcap, and to the LSE, with which sinks are compared.
+before a score_mod and a softcap, and to the LSE, with which sinks are compared. Before a score_mod
+and a softcap a score_mod adds it, if the kernels run one, and it is small enough to be captured;
+else keys are restored.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from torch import Tensor
 
 from ..api import attention_packed
 from ..call.place import EVERYTHING
+from ..call.quantisation import dequantised
+from ..call.sizes import known
 from ..call.spec import acc_dtype
-from ..call.validation import check_alone
+from ..call.validation import DTYPES, check_alone
 from ..merging import merge
+from ..score_mods.lowering import MOST_COPIED
 
 FEWEST = 16  # tokens that tell an offset from chance
 
@@ -54,8 +59,14 @@ def attend(q: Tensor, offset: Tensor, given: dict[str, Any]) -> Any:
         return attention_packed(q, **given)  # and raises if q does not fit
     removed = _removed(q, offset, given.get("scale"))
     if inside:
-        whole: Any = given | dict(score_mod=_restoring(removed, given))
-        return attention_packed(q, **whole)
+        few = not known(removed.numel() > MOST_COPIED)
+        if few and not given.get("row_invariant"):  # which path runs may depend on the rows
+            try:
+                whole: Any = given | dict(score_mod=_restoring(removed, given))
+                return attention_packed(q, **whole)
+            except NotImplementedError:  # no kernel runs that score_mod
+                pass
+        return _over_restored_keys(q, offset, given)
     bare: Any = given | dict(sinks=None, return_lse=True)
     out, lse = attention_packed(q, **bare)
     lse = torch.where(lse == -torch.inf, lse, lse + removed)
@@ -67,7 +78,8 @@ def attend(q: Tensor, offset: Tensor, given: dict[str, Any]) -> Any:
 
 def _fit(q: Any, offset: Tensor) -> bool:
     heads, D = offset.shape
-    return isinstance(q, Tensor) and q.ndim == 3 and q.shape[2] == D and q.shape[1] % heads == 0
+    fits = isinstance(q, Tensor) and q.dtype in DTYPES and q.ndim == 3
+    return fits and q.shape[2] == D and q.shape[1] % heads == 0
 
 
 def _removed(q: Tensor, offset: Tensor, scale: float | None) -> Tensor:
@@ -86,3 +98,26 @@ def _restoring(removed: Tensor, given: dict[str, Any]) -> Any:
         return score if mod is None else mod(score, b, h, i, j)
 
     return score_mod
+
+
+def _over_restored_keys(q: Tensor, offset: Tensor, given: dict[str, Any]) -> Any:
+    """The call with the items' keys and values in q's dtype, float32 at least: in 16 bits, keys
+    would lose in the offset what their storage has kept."""
+    exact, table, mask = acc_dtype(q.dtype), given["block_table"], given.get("mask")
+
+    def gathered(name: str) -> Tensor:
+        x, scale = given[name], given.get(f"{name}_scale")
+        x = x.view(torch.int8)[table].view(x.dtype)  # torch before 2.10 indexes no float8
+        return dequantised(x, None if scale is None else scale[table], exact).flatten(0, 1)
+
+    pages = torch.arange(table.numel(), dtype=table.dtype, device=table.device)
+    own: Any = given | dict(
+        k=gathered("k") + offset.to(exact),
+        v=gathered("v"),
+        k_scale=None,
+        v_scale=None,
+        block_table=pages.view(table.shape),
+        mask=mask.to(exact) if isinstance(mask, Tensor) and mask.dtype == q.dtype else mask,
+    )
+    found = attention_packed(q.to(exact), **own)
+    return (found[0].to(q.dtype), found[1]) if given.get("return_lse") else found.to(q.dtype)

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from fastattn import KVCache, Place
+from fastattn.dispatch import dispatcher
 from fastattn.kv_cache import block_pool, cache
 from tests.kv_cache.test_cache import DV, HK, B, D, H, Model
 from tests.support.backends import not_interpreted
@@ -87,7 +88,7 @@ WRONG = [
     (
         lambda c: KVCache(1, 2, 8, capacity=4, storage=torch.int16),
         ValueError,
-        "storage: got torch.int16, expected None for torch.float32, or one of",
+        'storage: got torch.int16, expected None for torch.float32, torch.int8 or .*, or "int4"',
     ),
     (
         lambda c: KVCache(1, 2, 8, capacity=4, storage="int4"),
@@ -168,6 +169,51 @@ def test_offsets_on_a_gpu_are_not_read(monkeypatch):
         model.cache.attention(q, **given)
     model.append([0, 3, 0])
     assert (model.cache.attention(q, **given)[0] == 0).all()
+
+
+def test_rows_without_a_key_raise_before_any_is_computed():
+    model, lengths = Model(4), []
+    model.append([4, 4, 0])
+
+    def observer(run, op, t, o):
+        lengths.append(t.key_lengths.tolist())
+        return run(op, t, o)
+
+    with dispatcher.observed(observer), pytest.raises(ValueError, match="q: got 3 rows of item 2"):
+        model.cache.attention(torch.zeros(B, H, 3, D))
+    assert lengths == [[0, 0, 0]]
+
+
+def test_other_wrong_arguments_are_named_before_rows_without_a_key():
+    offsets = torch.tensor([0, 2, 4, 6])
+    dense = {
+        "q": dict(q=3),
+        "q ": dict(q=x[0]),
+        "q.dtype": dict(q=x.long()),
+        "k": dict(q=torch.zeros(B, H, 2, D + 1)),
+        "causal": dict(causal="no"),
+        "window": dict(window=3.5),
+        "window left": dict(window=("a", 0)),
+        "window right": dict(window=(0, -1)),
+        "place": dict(place=3),
+        "mask": dict(mask=torch.zeros(3, 5)),
+        "backend": dict(backend="no"),
+    }
+    rows = torch.zeros(6, H, D)
+    packed = {
+        "q": dict(q=3, cu_q=offsets),
+        "cu_q": dict(cu_q=3),
+        "cu_q ": dict(cu_q=offsets[:2]),
+        "cu_q  ": dict(cu_q=torch.tensor(3)),
+        "cu_q.dtype": dict(cu_q=offsets.double()),
+        "cu_q   ": dict(cu_q=torch.tensor([0, 4, 2, 6])),
+        "max_q": dict(cu_q=offsets, max_q=2.5),
+    }
+    for wrong, q in ((dense, torch.zeros(B, H, 2, D)), (packed, rows)):
+        for name, given in wrong.items():
+            with pytest.raises((ValueError, TypeError), match=rf"^{name.strip()}: got") as caught:
+                Model(4).cache.attention(**dict(q=q) | given)
+            assert "let each row see a key" not in str(caught.value)
 
 
 @pytest.mark.parametrize("storage", (None, torch.int8), ids=str)

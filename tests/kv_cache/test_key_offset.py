@@ -13,7 +13,9 @@ from fastattn import KVCache, Place
 from fastattn.call.int4 import dequantised_int4
 from fastattn.call.quantisation import NAMES, dequantised
 from fastattn.call.spec import Feature
+from fastattn.dispatch import dispatcher
 from fastattn.kv_cache.key_offset import FEWEST
+from fastattn.score_mods.lowering import MOST_COPIED
 from tests.support.backends import declares, every_backend, not_interpreted, small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -147,6 +149,72 @@ def test_scores_are_whole_in_every_storage(dtype, storage):
             torch.testing.assert_close(x.double(), y, rtol=wide, atol=wide)
 
 
+WORST = {"int4": 0.2, "int8": 0.02, "e4m3fn": 0.07, "e5m2": 0.14}  # errors of storage
+
+
+@not_interpreted
+@every_storage
+def test_scores_are_whole_without_kernels_for_a_score_mod(storage):
+    """As those of an unquantised cache, which needs no such kernel."""
+    calls = [name for name, given in CALLS.items() if "score_mod" not in given]
+    wide = dict(softcap=3000.0)  # keys in bfloat16 would lose too much in this offset
+    for dtype, near, offset in (
+        (torch.float32, 2e-4, 10.0),
+        (torch.bfloat16, 0.03, 10.0),
+        (torch.bfloat16, 0.03, 100.0),
+    ):
+        q, k, v = tensors(40, offset, dtype)
+        cache, plain = made(storage, dtype), KVCache(B, HK, D, capacity=40, dtype=dtype)
+        for x in (cache, plain):
+            x.append(k, v)
+        for call in calls:
+            given = dict(CALLS[call] if offset < 99 else wide, backend="reference")
+            if "mask" in given:
+                given |= dict(mask=given["mask"].to(dtype), softcap=20.0)
+            found = cache.attention(q, **given, return_lse=True)
+            assert [x.dtype for x in found] == [dtype, torch.float32]
+            own = in_float64(given) | dict(causal="bottom_right", return_lse=True)
+            for x, y in zip(found, fastattn.attention(q.double(), *stored(cache), **own)):
+                torch.testing.assert_close(x.double(), y, rtol=near, atol=near)
+            assert torch.equal(cache.attention(q, **given), found[0])
+            alike = error(found[0], plain.attention(q, **given).double())
+            assert alike < WORST[storage] + (dtype == torch.bfloat16) * 0.01, call
+    with pytest.raises(NotImplementedError, match="score_mod: the kernels of this device run no"):
+        cache.attention(q, score_mod=bent, backend="reference")  # as any cache
+
+
+@not_interpreted
+def test_scores_are_whole_in_more_rows_than_a_score_mod_captures():
+    heads, rows, size = 64, MOST_COPIED // 64 + 1, 8
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(1, heads, rows, size, generator=draw)
+    k, v = torch.randn(2, 1, 2, 20, size, generator=draw)
+    caches = [KVCache(1, 2, size, capacity=20, storage=x) for x in (torch.int8, None)]
+    for x in caches:
+        x.append(k + 10, v)
+    packed = q[0].transpose(0, 1), torch.tensor([0, rows])
+    given = dict(softcap=9.0, causal=False)
+    found, plain = (x.attention(q, **given) for x in caches)
+    assert error(found, plain.double()) < WORST["int8"]
+    few = caches[0].attention(q[:, :, :9], **given)  # captured
+    torch.testing.assert_close(found[:, :, :9], few, rtol=2e-4, atol=2e-4)
+    given |= dict(row_invariant=True)
+    found = caches[0].attention(packed[0], cu_q=packed[1], **given)
+    one = caches[0].attention(q[:, :, :1], **given)
+    assert torch.equal(found[:1], one[0].transpose(0, 1))
+    masks = []
+
+    def observer(run, op, t, o):
+        masks.append(t.mask)
+        return run(op, t, o)
+
+    with dispatcher.observed(observer):  # no mask (B,H,M,N) in the place of a captured tensor
+        caches[0].attention(q, score_mod=lambda s, b, h, i, j: s + 0.1 * h * j, causal=False)
+    assert masks == [None]
+    with pytest.raises(ValueError, match=r"^q\.dtype: got torch.int64"):
+        caches[0].attention(q.long(), **given)
+
+
 @not_interpreted
 @pytest.mark.parametrize("call", ("lse", "sinks", "softcap"))
 def test_a_row_has_the_same_bits_among_others(call):
@@ -247,8 +315,8 @@ def test_compiled():
     q, k, v = tensors(40)
     cache = made("int8")
     cache.append(k, v)
-    for call in ("sinks", "softcap"):
-        given = dict(CALLS[call], return_lse=True)
+    for call, backend in (("sinks", None), ("softcap", None), ("softcap", "reference")):
+        given = dict(CALLS[call], return_lse=True, backend=backend)
         whole = torch.compile(cache.attention, backend="eager", fullgraph=True)
         for x, y in zip(whole(q, **given), cache.attention(q, **given), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)

@@ -9,6 +9,8 @@ import fastattn
 T = torch.randn(1, 2, 8, 16)
 ROWS, OFFSETS = T[0].transpose(0, 1), torch.tensor([0, 8])
 SCORES = torch.randn(1, 2, 8)
+CACHE = fastattn.KVCache(1, 2, 16, capacity=16, storage=torch.int8)
+CACHE.append(torch.randn(1, 2, 16, 16) + 100, torch.randn(1, 2, 16, 16))  # with an offset
 FLAGS = {  # of each other call, with the name of the flag
     "attention_packed": (
         "return_lse", lambda **x: fastattn.attention_packed(*[ROWS] * 3, OFFSETS, OFFSETS, **x)
@@ -23,6 +25,8 @@ FLAGS = {  # of each other call, with the name of the flag
     "lightning_index": (
         "return_scores", lambda **x: fastattn.lightning_index(T, T[:, 0], SCORES, count=1, **x)
     ),
+    "KVCache.attention": ("return_lse", lambda **x: CACHE.attention(T, **x)),
+    "KVCache.attention, rows": ("allow_empty_rows", lambda **x: CACHE.attention(T, **x)),
     "KVCache": ("grow", lambda **x: fastattn.KVCache(1, 2, 16, capacity=8, **x)),
     "flex_attention": ("return_lse", lambda **x: fastattn.flex_attention(T, T, T, **x)),
     "flex_attention, groups": ("enable_gqa", lambda **x: fastattn.flex_attention(T, T, T, **x)),
