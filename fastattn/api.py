@@ -266,7 +266,8 @@ def attention(
         out = fast_path.attend(_FAST, q, k, v, arguments)
         if out is not None:
             return out
-    flag("return_lse", return_lse)
+    if return_lse is not True and return_lse is not False:
+        return_lse = flag("return_lse", return_lse)
     if v is None:
         raise no_values(k)
     if qv is not None:
@@ -411,7 +412,8 @@ def attention_packed(
     """
     if surplus:
         raise by_position("attention_packed", "q, k, v, cu_q, cu_k", surplus)
-    flag("return_lse", return_lse)
+    if return_lse is not True and return_lse is not False:
+        return_lse = flag("return_lse", return_lse)
     if v is None:
         raise no_values(k)
     if qv is not None:

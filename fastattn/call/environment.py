@@ -29,5 +29,5 @@ def setting(name: str) -> str:
     return got
 
 
-for each in VALUES:  # at import: many are read late, or never
-    setting(each)
+for _each in VALUES:  # at import: many are read late, or never
+    setting(_each)

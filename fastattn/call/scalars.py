@@ -23,7 +23,7 @@ _ALIGNMENTS = {
 
 def alignment(causal: Any) -> str:
     """The argument `causal` as one of "", "top_left" and "bottom_right"."""
-    if not (_is_bool(causal) or isinstance(causal, str)) or causal not in _ALIGNMENTS:
+    if not (type(causal).__name__ in BOOLS or isinstance(causal, str)) or causal not in _ALIGNMENTS:
         expected = 'False, True, "top_left" or "bottom_right"'
         raise ValueError(f"causal: got {causal!r}, expected {expected}")
     return _ALIGNMENTS[causal]
@@ -31,13 +31,9 @@ def alignment(causal: Any) -> str:
 
 def flag(name: str, x: Any) -> Any:
     """x as a bool. Numbers, tensors and texts are none."""
-    if not _is_bool(x):
+    if type(x).__name__ not in BOOLS:
         raise TypeError(f"{name}: got {x!r} ({type(x).__name__}), expected True or False")
     return bool(x)
-
-
-def _is_bool(x: Any) -> bool:
-    return type(x).__name__ in BOOLS
 
 
 def real(name: str, x: Any) -> Any:
@@ -58,7 +54,7 @@ def whole(name: str, x: Any, expected: str) -> Any:
     if type(x) is int or isinstance(x, SymInt):
         return x
     try:
-        if not isinstance(x, Tensor) and not _is_bool(x):
+        if not isinstance(x, Tensor) and type(x).__name__ not in BOOLS:
             return operator.index(x)
     except TypeError:
         pass

@@ -187,8 +187,9 @@ def _biased(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
 def _of_weights(weights: Tensor, value: Tensor) -> Tensor:
     """(B,H,M,Dv): the outputs as a product of the weights (B,H,M,N). As in eager attention, the
     gradient of a loss on the outputs then passes through the weights, where hooks see it."""
-    rows = weights.unflatten(1, (value.shape[1], -1)).flatten(2, 3)  # those of a key head
-    return (rows @ value).unflatten(2, (-1, weights.shape[2])).flatten(1, 2)
+    group = weights.shape[1] // value.shape[1]
+    rows = weights.unflatten(1, (-1, group)).flatten(2, 3)  # those of a key head
+    return (rows @ value).unflatten(2, (group, -1)).flatten(1, 2)
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, given: Any) -> Tensor:

@@ -254,7 +254,7 @@ def test_pictures_name_the_nearest_engine(saved):
     assert [text.get_text() for text in axis.texts] == ["0.90× vllm"]
     (path,) = results.FOLDER.glob("amd-zen-4-256-bit-units.json")
     axes = plot_readme.draw([results.read(path), result], new_figure).axes
-    assert len(axes) == 3 and [x.get_text() for x in axes[1].texts] == ["0.90× vllm"]
+    assert len(axes) == 2 and [x.get_text() for x in axes[1].texts] == ["0.90× vllm"]
 
 
 # --- engines that are installed ------------------------------------------------------------------

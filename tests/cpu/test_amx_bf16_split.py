@@ -239,9 +239,7 @@ def test_float32_can_be_left_to_the_vector_kernels(isa):
 
 @every_tiled
 def test_an_unknown_value_of_FASTATTN_FLOAT32_is_refused(isa):
-    code = "from fastattn import native; print(native.cpu_unavailable()); native.cpu()"
-    found = in_a_process(code, FASTATTN_CPU_ISA=isa, FASTATTN_FLOAT32="vectors")
-    assert found.returncode and "RuntimeError" in found.stderr
-    for message in (found.stdout, found.stderr.splitlines()[-1]):
-        what, _, expected = message.partition("expected")
-        assert "FASTATTN_FLOAT32: got 'vectors'" in what and "vector" in expected, message
+    found = in_a_process("import fastattn", FASTATTN_CPU_ISA=isa, FASTATTN_FLOAT32="vectors")
+    assert found.returncode and "ValueError" in found.stderr
+    what, _, expected = found.stderr.splitlines()[-1].partition("expected")
+    assert "FASTATTN_FLOAT32: got 'vectors'" in what and "vector" in expected

@@ -177,7 +177,7 @@ class Fault:
 
 FAULTS = {
     "scratch of half its size": Fault(
-        "cpu/runtime/library.cpp",
+        "cpu/runtime/thread_memory.h",
         "allocate_lines(size_)",
         "allocate_lines(size_ / 2)",
         "address:dense/64/float32/generic/last",

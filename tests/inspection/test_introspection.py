@@ -278,7 +278,6 @@ state = lambda: (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_def
                  (torch.tensor(1e-40) * 1).item())
 before = state()
 import fastattn
-from fastattn import environment
 q = torch.randn(1, 1, 8, 8)
 fastattn.attention(q, q, q, backend=fastattn.explain(q, q, q).backend)
 assert state() == before

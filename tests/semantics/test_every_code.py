@@ -18,6 +18,7 @@ STORAGES = {
 }
 ROWS = {"a row": lambda D: (1, D), "a few": lambda D: (4, D // 4), "many": lambda D: (D, 1)}
 CODES = 256
+TILES = "amx_bf16", "amx_model"
 K_SCALE, V_SCALE, SCALE = 0.5, 0.25, 0.75  # products have few bits: none is rounded
 
 
@@ -39,10 +40,11 @@ def codes(storage, B, keys, D, finite):
     return stored, stored.double()
 
 
-def is_right(found, exact, dtype):
-    """Is each number within two units in the last place of its own, NaN and infinities included?"""
+def is_right(found, exact, dtype, rounding=0.0):
+    """Is each number within two units in the last place of its own, or nearer than `rounding`, NaN
+    and infinities included?"""
     found, eps = found.double(), max(torch.finfo(dtype).eps, 2.0**-50)
-    near = (found - exact).abs() <= 2 * eps * exact.abs().nan_to_num(0, 0)
+    near = (found - exact).abs() <= 2 * eps * exact.abs().nan_to_num(0, 0) + rounding
     return bool((near | (found == exact) | (found.isnan() & exact.isnan())).all())
 
 
@@ -80,4 +82,6 @@ def test_every_code_of_every_column(storage, rows, dtype):
                 )
             values, scores = wide_v[:, key].to(dtype).double(), wide_k[:, key, column] * SCALE
             assert is_right(out.unflatten(0, (B, M)), values, dtype), (isa, D, keys)
-            assert is_right(lse.unflatten(0, (B, M)), scores, lse.dtype), (isa, D, keys)
+            # The logarithm of a sum, 1: on tiles the sum is that of rounded exponentials.
+            one = 2 * torch.finfo(lse.dtype).eps if isa in TILES else 0.0
+            assert is_right(lse.unflatten(0, (B, M)), scores, lse.dtype, one), (isa, D, keys)

@@ -202,6 +202,24 @@ print(differ(expected, made))
 """
 
 
+# The process ends while a thread that Python does not wait for is inside of a call.
+ENDED = """
+import itertools, threading, time
+q = torch.randn(1, 1, 4000, 64)
+calls = itertools.count()
+
+def loop():
+    while True:
+        next(calls)
+        fastattn.attention(q, q, q, backend="cpu")
+
+threading.Thread(target=loop, daemon=True).start()
+while next(calls) < 3:
+    time.sleep(0.1)
+print("ends")
+"""
+
+
 def output_of(program, **constants):
     """What a fresh process prints; it must exit with status 0."""
     lines = [f"{name} = {value!r}" for name, value in constants.items()]
@@ -232,3 +250,9 @@ def test_other_signals_and_threads_do_not(threads, extension, monkeypatch):
     monkeypatch.setenv("FASTATTN_EXTENSION", extension)
     found = output_of(INTERRUPTED + NOT_INTERRUPTED, THREADS=threads, BACKWARD=False)
     assert found.splitlines() == ["[] True", "[]"]
+
+
+@PATHS
+def test_the_process_ends_during_a_call(threads, extension, monkeypatch):
+    monkeypatch.setenv("FASTATTN_EXTENSION", extension)
+    assert output_of(ENDED, THREADS=threads, BACKWARD=False) == "ends"

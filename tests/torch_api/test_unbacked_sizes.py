@@ -137,7 +137,7 @@ CALLS = {
         {"src": "B L E", "src_mask": "L L", "src_key_padding_mask": "B L"},
     ),
     "nn.SharedHeadAttention": (
-        Module(lambda: fastattn.nn.SharedHeadAttention(32, 4, num_kv_heads=2)),
+        Module(lambda: fastattn.nn.SharedHeadAttention(32, 4)),
         {"q": "B M E", "k": "B N E", "v": "B N E", "mask": "B M N"},
     ),
 }

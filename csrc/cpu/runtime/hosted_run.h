@@ -25,7 +25,8 @@ class HostedRun {
   explicit HostedRun(bool brief) : host_(brief || !host.unlock ? nullptr : &host) {
     if (host_) state_ = host_->unlock();
   }
-  ~HostedRun() {
+  // Taking the lock ends a thread that Python no longer waits for: it unwinds the stack.
+  ~HostedRun() noexcept(false) {
     if (host_) host_->lock(state_);
   }
   HostedRun(const HostedRun&) = delete;

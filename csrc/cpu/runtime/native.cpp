@@ -1,6 +1,5 @@
-// Prints the best instruction set of this machine, and the one that decodes for it if that is
-// another, as a list of CMake, which runs it for FASTATTN_ISAS=native. Arguments: the sets to choose
-// from, the widest last.
+// Prints the best instruction set of this machine, of those named as arguments, the widest last:
+// CMake runs it for FASTATTN_ISAS=native.
 #include <cstdio>
 
 #include "isa_choice.h"
@@ -11,7 +10,5 @@ int main(int count, char** names) {
   for (int i = 1; i < count; ++i)
     if (std::string(names[i]) != "amx_model" && fa::runs_here(names[i]))
       here = names[i] + (here.empty() ? "" : "," + here);
-  const fa::Order order = fa::order_for(fa::this_chip(), here);
-  std::fputs(order.isa.c_str(), stdout);
-  if (order.decoding != order.isa) std::printf(";%s", order.decoding.c_str());
+  std::fputs(fa::order_for(fa::this_chip(), here).isa.c_str(), stdout);
 }
