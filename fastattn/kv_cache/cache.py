@@ -145,6 +145,7 @@ class KVCache:
 
     capacity: int
     grow: bool
+    _shortest: int | None = None  # of caches saved by 0.1.0
 
     @_kept
     def __init__(
@@ -370,8 +371,8 @@ class KVCache:
         for name in ("key_lengths", "block_table", "cu_k", "max_k", "k_scale", "v_scale"):
             if name in arguments:
                 raise TypeError(f"{name}: got an argument, expected none: the cache passes its own")
-        for name, x in (("allow_empty_rows", allow_empty_rows), ("return_lse", return_lse)):
-            flag(name, x)
+        flag("allow_empty_rows", allow_empty_rows)
+        flag("return_lse", return_lse)
         mask = arguments.get("mask")
         columns = mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
         given: dict[str, Any] = arguments | dict(
@@ -441,10 +442,11 @@ class KVCache:
                 first = N - M if at_end else 0
                 return 0 < N > first + M - 1 - left and first + right >= 0 <= left + right
 
-            lengths = self._lengths.tolist()
-            if rows is None or see(max(rows, default=0), min(lengths, default=0)):
+            if self._shortest is None:
+                self._shortest = min(self._lengths.tolist(), default=0)
+            if rows is None or see(max(rows, default=0), self._shortest):
                 return None
-            for b, (M, N) in enumerate(zip(rows, lengths)):
+            for b, (M, N) in enumerate(zip(rows, self._lengths.tolist())):
                 if M and not see(M, N):
                     return (
                         f"q: got {M} rows of item {b} on {N} keys, expected that causal and window "
@@ -552,7 +554,8 @@ class KVCache:
         longer = lengths + n
         there = self._moved(table, longer)
         write(self._pool.kept, table, longer)
-        self._set(Items(table, longer, goes_on), there, self._slack - n)
+        shortest = None if self._shortest is None else self._shortest + n
+        self._set(Items(table, longer, goes_on), there, self._slack - n, shortest)
 
     def _with(self, counts: Tensor, items: Items, gone: Tensor | None = None) -> Change:
         """Return the change that gives each of `items` room for `counts` more keys, in pages that
@@ -790,9 +793,17 @@ class KVCache:
         self._pool.add(used(*self._held, self.page_size))  # a copied pool counts no users
         self._watch()
 
-    def _set(self, items: Items, there: tuple[Tensor, Tensor], slack: int = 0) -> None:
-        """there: table and lengths on the pages' device. slack: at most the result of `_left`."""
-        self._items, self._on_device, self._slack = items, there, slack
+    def _set(
+        self,
+        items: Items,
+        there: tuple[Tensor, Tensor],
+        slack: int = 0,
+        shortest: int | None = None,
+    ) -> None:
+        """there: table and lengths on the pages' device. slack: at most the result of `_left`.
+        shortest: the keys of the shortest item, if that is known without reading a tensor."""
+        self._items, self._on_device = items, there
+        self._slack, self._shortest = slack, shortest
         self._held[:] = items[:2]
 
     @property

@@ -184,6 +184,28 @@ def test_rows_without_a_key_raise_before_any_is_computed():
     assert lengths == [[0, 0, 0]]
 
 
+def test_rows_without_a_key_raise_after_each_change():
+    own = crowded()[0].fork()
+    q = torch.zeros(B, H, 6, D)
+    for change, least in (
+        (lambda: None, 5),
+        (lambda: own.append(*zeros(1)), 6),
+        (lambda: own.append(*zeros(1)), 7),
+        (lambda: own.truncate(5), 5),
+        (lambda: own.append(*zeros(1)), 6),
+        (lambda: own.evict([0, 0, 1]), 5),
+        (lambda: own.free([1]), 0),
+    ):
+        own.grow = True
+        change()
+        assert int(own.lengths.min()) == least
+        if least < 6:
+            with pytest.raises(ValueError, match=r"q: got 6 rows of item . on"):
+                own.attention(q)
+        else:
+            own.attention(q)
+
+
 def test_other_wrong_arguments_are_named_before_rows_without_a_key():
     offsets = torch.tensor([0, 2, 4, 6])
     dense = {
