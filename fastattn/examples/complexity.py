@@ -213,7 +213,7 @@ def prove(found: Measured) -> Claims:
     short = [by_n[n] for n in SIZES if n <= D] + [by_d[d] for d in by_d if N <= d]
     long, equal = by_n[SIZES[-1]], found.meeting()
     claims.prove(
-        f"attention costs less than recurrence where n <= d, at least {1 / max(short):.1f} times;\n"
+        f"attention: time of recurrence is at least {1 / max(short):.1f} times as long if n <= d;\n"
         f"        at d = {D} they meet at n = {equal:.0f} = {equal / D:.1f} d, and at n = "
         f"{SIZES[-1] / D:.0f} d it costs {long:.1f} times as much",
         max(short) < 1 < long,

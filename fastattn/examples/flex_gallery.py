@@ -310,7 +310,7 @@ def prove(found: dict[str, Found]) -> Claims:
     )
     slowest = max(x.traced for x in found.values())
     claims.prove(
-        f"a function is traced in at most {slowest:.0f} us, bound {LARGEST_TRACE}",
+        f"trace: time of a function at most {slowest:.0f} us, bound {LARGEST_TRACE}",
         slowest <= LARGEST_TRACE,
     )
     return claims
