@@ -109,10 +109,10 @@ test-gpu: setup
 
 test-cuda: setup
 	@FASTATTN_CUDA=on $(PYTHON) -m pytest --tier=whole tests/cuda \
-		$(wildcard tests/emulator/test_emulator*.py) tests/emulator/test_probe.py $(ARGS)
+		$(wildcard tests/gpu_emulation/tests/test_emulator*.py) tests/gpu_emulation/tests/test_probe.py $(ARGS)
 
 test-ptx: setup
-	@$(PYTEST) --tier=whole $(wildcard tests/emulator/test_ptx_*.py) tests/mutation/test_gpu_mutants.py $(ARGS)
+	@$(PYTEST) --tier=whole $(wildcard tests/gpu_emulation/tests/test_ptx_*.py) tests/gpu_emulation/faults/test_gpu_mutants.py $(ARGS)
 
 fuzz: setup
 	@$(PYTHON) -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)

@@ -67,7 +67,7 @@ QUICK = f"{TESTS} tests/bench/test_bench_compiling.py -k 'no_peer or sweep_on_a_
 SM90_CHECK, HANGS = "tests/cuda/test_sm90_check.py", "never_happens or hangs"
 OVERLAP = "--compilers cuda --passes forward --dims 64 --features plain"
 EMULATOR = (
-    "from tests.support import emulated, kernel_classes, probe90;"
+    "from tests.gpu_emulation import emulated, kernel_classes, probe90;"
     "print(emulated.emulator().path, probe90.emulator().path, kernel_classes.library().path)"
 )
 
@@ -130,14 +130,15 @@ PARTS = (
     Part(
         "probe",
         300,
-        f"{ON_GPU} tests/emulator/test_probe.py",
-        f"{TESTS} tests/emulator/test_probe.py -k 'emulator_gives and shuffle'",
+        f"{ON_GPU} tests/gpu_emulation/tests/test_probe.py",
+        f"{TESTS} tests/gpu_emulation/tests/test_probe.py -k 'emulator_gives and shuffle'",
     ),
     Part(
         "probe: sm_90",
         300,
-        f"{ON_GPU} tests/emulator/test_probe90.py",
-        f"{TESTS} tests/emulator/test_probe90.py {SM90_CHECK} -k '{HANGS} or source_gives'",
+        f"{ON_GPU} tests/gpu_emulation/tests/test_probe90.py",
+        f"{TESTS} tests/gpu_emulation/tests/test_probe90.py {SM90_CHECK}"
+        f" -k '{HANGS} or source_gives'",
     ),
     _contact("tensors that TMA cannot copy", "tma"),
     _contact("numbers behind lengths", "behind or neighbour"),

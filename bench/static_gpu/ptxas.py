@@ -100,7 +100,7 @@ def version() -> str:
 def shared_memory(of_sm90: Iterable[str] = ()) -> dict[str, int]:
     """Bytes per block of each kernel, by its template argument with the namespace, as in
     sm80::Forward<...>, or by its name. of_sm90: such arguments of kernels of csrc/cuda/sm90."""
-    emulator = HERE.parents[1] / "tests" / "emu"
+    emulator = HERE.parents[1] / "tests" / "gpu_emulation" / "emu"
     flags = ["-std=c++17", "-DFA_EMULATED", "-Wno-unknown-pragmas", f"-I{emulator}"]
     flags += [f"-I{cuda_library.SOURCES}", "-include", str(emulator / "emu.h")]
     with tempfile.TemporaryDirectory() as folder:

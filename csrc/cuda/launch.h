@@ -1,6 +1,6 @@
 // How a kernel is launched: by a function, so that the same line is C++ to nvcc and to g++, which
-// compiles kernels for the tests with the cuda_runtime.h of tests/emu. Every call returns the CUDA
-// error code, 0 for none, and waits for no kernel.
+// compiles kernels for the tests with the cuda_runtime.h of tests/gpu_emulation. Every call returns
+// the CUDA error code, 0 for none, and waits for no kernel.
 #pragma once
 #include <cuda_runtime.h>
 #include <stddef.h>

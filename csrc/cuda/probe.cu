@@ -5,7 +5,7 @@
 
 namespace fa {
 
-// Numbered as in tests/support/probe.py.
+// Numbered as in tests/gpu_emulation/probe.py.
 enum Probe {
   kLoad,
   kLoadTransposed,

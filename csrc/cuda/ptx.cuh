@@ -1,8 +1,9 @@
 // Every PTX instruction that the kernels use, one wrapper each: the only file with inline assembly.
 //
 // A wrapper has a body for the device, and one for tests that run the kernels on a CPU
-// (FA_EMULATED: tests/emu). A wrapper that synchronises takes a site, the name of its place in the
-// kernel: the device ignores it; the emulator reports by it and can switch that one place off.
+// (FA_EMULATED: tests/gpu_emulation). A wrapper that synchronises takes a site, the name of its
+// place in the kernel: the device ignores it; the emulator reports by it and can switch that one
+// place off.
 #pragma once
 #include <stdint.h>
 

@@ -14,7 +14,7 @@ from bench.__main__ import _parser, main
 from bench.benchmarks import gpu_session, gpu_session_page
 from bench.benchmarks.gpu_session import FAILED, MISSING, OK, PARTS, TIMEOUT, UNDONE, Part
 from bench.reporting import results
-from tests.support.emulator import needs_emulator
+from tests.gpu_emulation.emulator import needs_emulator
 
 TESTS = Path(__file__).parents[1]
 PYTHON = "{python} -c "
@@ -202,9 +202,9 @@ def test_every_file_of_tests_that_needs_a_gpu_has_a_part():
     marked = r"pytest\.mark\.gpu|on_gpu"
     every = {str(x.relative_to(TESTS)): x for x in TESTS.rglob("test_*.py")}
     files = {name for name, x in every.items() if re.search(marked, x.read_text())}
-    named = {x for command in commands() for x in re.findall(r"tests/(\w+/test_\w+\.py)", command)}
+    named = {x for command in commands() for x in re.findall(r"tests/(\S+/test_\w+\.py)", command)}
     assert named <= set(every)
-    run = {x for part in PARTS for x in re.findall(r"tests/(\w+/test_\w+\.py)", part.command)}
+    run = {x for part in PARTS for x in re.findall(r"tests/(\S+/test_\w+\.py)", part.command)}
     assert files - {str(Path(__file__).relative_to(TESTS))} <= run
 
 

@@ -19,7 +19,7 @@ from bench.static_gpu import (
 )
 from bench.static_gpu.ledger_cases import Compiled, LedgerCase, cases
 from bench.static_gpu.ledger_model import Tile
-from tests.ptx.ours import needs_nvcc
+from tests.gpu_emulation.ptx.ours import needs_nvcc
 
 needs_triton = pytest.mark.skipif(
     bool(ledger_code.unavailable("triton")), reason=str(ledger_code.unavailable("triton"))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fastattn.backends.native import libraries
+from tests.gpu_emulation.emulator import ROOT
 from tests.mutation.test_cpu_mutants import AMX_FLAGS, edits, run
 from tests.support.backends import INTERPRETED
-from tests.support.emulator import ROOT
 
 TILED = (
     [] if libraries.cpu_unavailable() else [x for x in libraries.cpu_isas() if x.startswith("amx_")]

@@ -12,11 +12,11 @@ import torch
 import fastattn
 from fastattn.backends.native import libraries
 from tests.cpu.test_amx import TILED, every_tiled, needs_chip, needs_tiles
+from tests.gpu_emulation.emulator import ROOT
 from tests.mutation.test_cpu_mutants import ON_THE_MODEL, edits, run
 from tests.mutation.test_cpu_mutants import build as build_kernels
 from tests.support.backends import INTERPRETED, passed, variant
 from tests.support.cases import DTYPES, FEATURE, Dims, build
-from tests.support.emulator import ROOT
 from tests.support.error_budget import Verdict
 
 pytestmark = [

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import fastattn
-from tests.ptx import ours
+from tests.gpu_emulation.emulated import everywhere
+from tests.gpu_emulation.emulator import SCHEDULES, needs_emulator
+from tests.gpu_emulation.ptx import ours
 from tests.support import contact
 from tests.support.backends import passed
 from tests.support.cases import DTYPES, Dims, build
-from tests.support.emulated import everywhere
-from tests.support.emulator import SCHEDULES, needs_emulator
 from tests.support.error_budget import Verdict
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]

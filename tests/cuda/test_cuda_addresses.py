@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.emulator import compiler, needs_emulator
+from tests.gpu_emulation.emulator import compiler, needs_emulator
 
 pytestmark = needs_emulator
 HERE = Path(__file__).parent
 PAST_THE_END = """
 import numpy as np
-from tests.support.emulator import EMULATOR, KERNELS, Emulator, aligned
+from tests.gpu_emulation.emulator import EMULATOR, KERNELS, Emulator, aligned
 emulator = Emulator(KERNELS / "probe.cu", EMULATOR / "misuse.cu")
 arrays = aligned(256, np.uint32), aligned(64, np.uint32)
 assert not emulator.run("misuse_reversed", *arrays).count

@@ -15,6 +15,9 @@ import fastattn
 from fastattn.backends.native import libraries
 from fastattn.backends.triton_support import tile_configs
 from fastattn.call.spec import AttentionSpec
+from tests.gpu_emulation.emulated import DTYPES as NAMES
+from tests.gpu_emulation.emulated import decode_splits, everywhere, survivors
+from tests.gpu_emulation.emulator import SCHEDULES, needs_emulator
 from tests.support.backends import passed
 from tests.support.cases import (
     DTYPES,
@@ -28,9 +31,6 @@ from tests.support.cases import (
     name_of,
     negative_logits,
 )
-from tests.support.emulated import DTYPES as NAMES
-from tests.support.emulated import decode_splits, everywhere, survivors
-from tests.support.emulator import SCHEDULES, needs_emulator
 from tests.support.error_budget import Verdict
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]

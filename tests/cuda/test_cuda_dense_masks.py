@@ -8,6 +8,8 @@ import torch
 
 import fastattn
 from tests.cuda.test_cuda_emulated import SCHEDULES
+from tests.gpu_emulation.emulated import everywhere, survivors
+from tests.gpu_emulation.emulator import needs_emulator
 from tests.semantics.test_dense_masks import (
     BESIDE,
     FORMS,
@@ -22,8 +24,6 @@ from tests.semantics.test_dense_masks import (
 )
 from tests.support.backends import passed
 from tests.support.cases import FEATURE, Dims, build
-from tests.support.emulated import everywhere, survivors
-from tests.support.emulator import needs_emulator
 from tests.support.error_budget import Verdict
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import fastattn
+from tests.gpu_emulation.emulated import DTYPES as NAMES
+from tests.gpu_emulation.emulated import everywhere, survivors
+from tests.gpu_emulation.emulator import KERNELS, SCHEDULES, needs_emulator
 from tests.support.backends import passed
 from tests.support.cases import (
     DTYPES,
@@ -19,9 +22,6 @@ from tests.support.cases import (
     negative_logits,
     square,
 )
-from tests.support.emulated import DTYPES as NAMES
-from tests.support.emulated import everywhere, survivors
-from tests.support.emulator import KERNELS, SCHEDULES, needs_emulator
 from tests.support.error_budget import Verdict
 from tests.support.large_logits import complaints, far_logits
 

@@ -10,9 +10,9 @@ import torch
 
 from fastattn.backends.native import libraries
 from fastattn.call.spec import AttentionSpec
-from tests.support import kernel_classes
-from tests.support.emulated import binary
-from tests.support.emulator import needs_emulator
+from tests.gpu_emulation import kernel_classes
+from tests.gpu_emulation.emulated import binary
+from tests.gpu_emulation.emulator import needs_emulator
 
 pytestmark = needs_emulator
 MANY = 2  # multiprocessors

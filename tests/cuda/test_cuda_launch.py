@@ -1,5 +1,5 @@
 """The launch path of the CUDA kernels, from the backend through csrc/cuda/launch.h to a runtime
-that emulates two devices, streams, graphs and errors (tests/emu/runtime.cpp)."""
+that emulates two devices, streams, graphs and errors (tests/gpu_emulation/emu/runtime.cpp)."""
 
 from dataclasses import replace
 
@@ -9,13 +9,13 @@ import torch
 import fastattn
 from fastattn.backends import cuda
 from fastattn.backends.native import libraries
+from tests.gpu_emulation.emulated import NARROW
+from tests.gpu_emulation.emulator import needs_emulator
+from tests.gpu_emulation.runtime import Launched, Runtime, launching
 from tests.semantics import test_extents
 from tests.support.backends import passed
 from tests.support.cases import FEATURE, Dims, build, square
-from tests.support.emulated import NARROW
-from tests.support.emulator import needs_emulator
 from tests.support.error_budget import Verdict
-from tests.support.runtime import Launched, Runtime, launching
 
 pytestmark = [needs_emulator, pytest.mark.usefixtures("one_thread")]
 NAMES = ("causal", "softcap", "alibi", "key_bias_grad", "sinks", "dropout", "lse_loss")

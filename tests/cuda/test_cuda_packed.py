@@ -6,15 +6,15 @@ import torch
 
 import fastattn
 from fastattn.backends import cuda
+from tests.gpu_emulation.emulated import DTYPES as NAMES
+from tests.gpu_emulation.emulated import everywhere
+from tests.gpu_emulation.emulator import needs_emulator
 from tests.semantics.test_argument_shapes import PACKED, TOLERANCE, close, rand, values
 from tests.semantics.test_packed import CASES, CUT, FEW, HOSTILE, batch, clamped, complaints
 from tests.semantics.test_paged import PAGES, in_pages, of_scores
 from tests.support.argument_shapes import shapes_of
 from tests.support.backends import passed
 from tests.support.cases import DTYPES, FEATURE, name_of
-from tests.support.emulated import DTYPES as NAMES
-from tests.support.emulated import everywhere
-from tests.support.emulator import needs_emulator
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 MANY = 132  # multiprocessors: few rows of many keys are split among them

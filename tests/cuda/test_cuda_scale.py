@@ -13,9 +13,9 @@ from fastattn.backends import cuda, native_launcher
 from fastattn.backends.base import broadcast_strides
 from fastattn.backends.native import libraries
 from fastattn.call.spec import AttentionSpec, Tensors
+from tests.gpu_emulation.emulated import Emulated, binary, everywhere
+from tests.gpu_emulation.emulator import KERNELS, needs_emulator
 from tests.support.cases import FEATURE, Dims, build
-from tests.support.emulated import Emulated, binary, everywhere
-from tests.support.emulator import KERNELS, needs_emulator
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 

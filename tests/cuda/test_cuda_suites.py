@@ -13,6 +13,8 @@ from fastattn.backends import base
 from fastattn.backends.cuda import Cuda
 from fastattn.dispatch import operation
 from tests.gpu import test_gpu, test_gpu_calls
+from tests.gpu_emulation.emulated import Emulated
+from tests.gpu_emulation.emulator import needs_emulator
 from tests.semantics import (
     test_packed,
     test_paged,
@@ -23,8 +25,6 @@ from tests.semantics import (
     test_vmap_dropout,
 )
 from tests.support import gpu
-from tests.support.emulated import Emulated
-from tests.support.emulator import needs_emulator
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
 CHOSEN = {

@@ -7,6 +7,9 @@ import torch
 import fastattn
 from fastattn import nn
 from fastattn.backends import native_launcher
+from tests.gpu_emulation.emulated import DTYPES as NAMES
+from tests.gpu_emulation.emulated import everywhere, survivors
+from tests.gpu_emulation.emulator import SCHEDULES, needs_emulator
 from tests.semantics.test_weights import (
     MEANS,
     WITHOUT_V,
@@ -27,9 +30,6 @@ from tests.support.cases import (
     negative_logits,
     square,
 )
-from tests.support.emulated import DTYPES as NAMES
-from tests.support.emulated import everywhere, survivors
-from tests.support.emulator import SCHEDULES, needs_emulator
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)

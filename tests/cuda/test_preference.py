@@ -17,9 +17,9 @@ from fastattn.backends.preference import RULES, Rule
 from fastattn.call.spec import AttentionSpec, Feature
 from fastattn.dispatch import operation
 from fastattn.inspection import explain_call
-from tests.support import kernel_classes
+from tests.gpu_emulation import kernel_classes
+from tests.gpu_emulation.emulator import needs_emulator
 from tests.support.checkout import ROOT
-from tests.support.emulator import needs_emulator
 
 pytestmark = needs_emulator
 RESULTS = ROOT / "bench" / "results"

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from bench.static_gpu import cuda_library, ptxas
-from tests.ptx.ours import needs_nvcc
+from tests.gpu_emulation.ptx.ours import needs_nvcc
 
 FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 81920, 0, 96)
 

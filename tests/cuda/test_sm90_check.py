@@ -10,8 +10,8 @@ import torch
 
 from fastattn.backends import cuda, gpu, sm90_check
 from fastattn.backends.native import libraries
-from tests.support import kernel_classes, probe90
-from tests.support.emulator import needs_emulator
+from tests.gpu_emulation import kernel_classes, probe90
+from tests.gpu_emulation.emulator import needs_emulator
 
 pytestmark = needs_emulator
 HOPPER, AMPERE, OTHER = (torch.device("cuda", at) for at in range(3))

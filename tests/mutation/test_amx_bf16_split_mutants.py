@@ -21,6 +21,7 @@ from tests.cpu import test_amx_bf16_split as planes
 from tests.cpu import test_amx_bf16_split_blocks as blocks
 from tests.cpu import test_amx_bf16_split_ranges as ranges
 from tests.cpu import test_amx_bf16_split_unseen as unseen_keys
+from tests.gpu_emulation.emulator import compiler
 from tests.mutation.test_cpu_mutants import (
     AMX_FLAGS,
     FLAGS,
@@ -36,7 +37,6 @@ from tests.support.backends import INTERPRETED, variant
 from tests.support.cases import DTYPES
 from tests.support.checkout import ROOT
 from tests.support.edge_cases import problems
-from tests.support.emulator import compiler
 from tests.support.error_budget import Verdict
 
 pytestmark = [

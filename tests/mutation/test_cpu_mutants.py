@@ -17,6 +17,7 @@ import fastattn
 from fastattn import api
 from fastattn.backends.native import libraries
 from fastattn.call.int4 import INT4
+from tests.gpu_emulation.emulator import compiler
 from tests.kv_cache import test_new_rows
 from tests.semantics import test_extents
 from tests.semantics.test_extents import CASES as WRITTEN
@@ -33,7 +34,6 @@ from tests.support.backends import INTERPRETED, variant
 from tests.support.cases import FEATURE
 from tests.support.checkout import ROOT
 from tests.support.edge_cases import problems
-from tests.support.emulator import compiler
 from tests.support.error_budget import Verdict
 
 pytestmark = [

@@ -20,13 +20,13 @@ from fastattn.backends import cuda, cuda_errors, gpu, native_launcher, triton
 from fastattn.backends.native import libraries
 from fastattn.backends.triton_support import launch_cache
 from fastattn.call import spec, validation
+from tests.gpu_emulation.emulated import binary
+from tests.gpu_emulation.emulator import needs_emulator
+from tests.gpu_emulation.runtime import Runtime, launching
 from tests.support.backends import passed
 from tests.support.cases import build, square
-from tests.support.emulated import binary
-from tests.support.emulator import needs_emulator
 from tests.support.error_budget import Verdict
 from tests.support.gpu import on_every_backend
-from tests.support.runtime import Runtime, launching
 
 NOWHERE = "/dev/null/home"  # no user, not even root, can make a folder there
 compiled_triton = pytest.mark.skipif(

@@ -25,7 +25,7 @@ OPTIONS = {
     },
 }
 # The emulator's threads are not the system's. One emulator is compiled for each width of heads.
-EMULATOR = "from tests.support.emulated import emulator; emulator({wide})"
+EMULATOR = "from tests.gpu_emulation.emulated import emulator; emulator({wide})"
 
 
 class Failed(Exception):

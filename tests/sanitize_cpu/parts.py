@@ -155,7 +155,7 @@ class Emulator(Part):
 
     def prepare(self, built):
         from fastattn.backends import base
-        from tests.support.emulated import Emulated
+        from tests.gpu_emulation.emulated import Emulated
 
         from . import guards
 
@@ -166,7 +166,7 @@ class Emulator(Part):
         base.register(self.backend)
 
     def calls(self, seed):
-        from tests.support.emulated import DTYPES
+        from tests.gpu_emulation.emulated import DTYPES
 
         from . import calls, guards
 

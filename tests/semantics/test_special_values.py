@@ -9,8 +9,9 @@ import torch
 
 import fastattn
 from fastattn.backends.base import get
+from tests.gpu_emulation import emulated
+from tests.gpu_emulation.emulator import needs_emulator
 from tests.semantics.test_weights import about_weights
-from tests.support import emulated
 from tests.support.backends import (
     INTERPRETED,
     declares,
@@ -24,7 +25,6 @@ from tests.support.backends import (
     variants,
 )
 from tests.support.cases import DTYPES, FEATURE, Dims, build, square
-from tests.support.emulator import needs_emulator
 from tests.support.error_budget import Verdict
 from tests.support.large_logit_rows import LARGE, ROWS, far_problem
 

@@ -30,7 +30,13 @@ from tests.torch_versions.environment import ROOT, Environment, NotServed, OfTra
 
 RESULTS = Path(__file__).with_name("results.json")  # of all runs; results.md is made from it
 # Tests of the checkout itself, or of tools that these environments do not have.
-LEFT_OUT = ("tests/package", "tests/cuda", "tests/emulator", "tests/mutation", "tests/sanitize_cpu")
+LEFT_OUT = (
+    "tests/package",
+    "tests/cuda",
+    "tests/gpu_emulation",
+    "tests/mutation",
+    "tests/sanitize_cpu",
+)
 LEFT_OUT += ("tests/bench", "tests/gpu", "tests/distributed")
 # Tests of models of transformers: their outputs, gradients and tokens are those of eager attention.
 OF_MODELS = ("test_integration_transformers*", "test_transformers_*", "test_latent_models*")
