@@ -11,7 +11,6 @@ from . import (
     flash_attn,
     integrations,
     mla,
-    moved_modules,
     nn,
     reference,
 )
@@ -70,7 +69,6 @@ __all__ = [
     "unpatch",
 ]
 set_module(__name__)
-moved_modules.install()
 
 
 def _call_on_dtensors(*call: Any) -> tuple[Any, ...]:
@@ -116,4 +114,4 @@ else:
                 return FALLBACK
         if name == "__build__":
             return libraries.build()
-        return moved_modules.attributes(__name__)(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

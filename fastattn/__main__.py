@@ -13,8 +13,8 @@ import torch
 
 from . import __version__
 from .backends.base import available_backends
-from .backends.cuda import lacks_sm_90
 from .backends.native import libraries
+from .backends.native.cuda import lacks_sm_90
 from .backends.preference import RULES
 from .inspection.explain_call import support_table
 

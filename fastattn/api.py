@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from typing_extensions import Unpack  # torch depends on it
 
 from .backends.native.libraries import cpu_unavailable
-from .backends.per_sequence import longest
-from .backends.triton_support.runtime import unavailable as triton_unavailable
+from .backends.shared.per_sequence import longest
+from .backends.triton.runtime import unavailable as triton_unavailable
 from .call.argument_hints import by_position, unknown_argument
 from .call.changed import changed
 from .call.int4 import INT4

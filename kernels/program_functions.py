@@ -1,5 +1,5 @@
 """Operators of score_mods and mask_mods that Triton's language lacks, or computes with other bits
-than torch. The source that fastattn/backends/triton_support/program_source.py writes calls them.
+than torch. The source that fastattn/backends/triton/program_source.py writes calls them.
 
 Some call CUDA's libdevice, because Triton's own functions are less exact. Triton's interpreter has
 no libdevice: it runs Triton's own functions, with numpy.
@@ -223,7 +223,7 @@ def add_to_sums(sums, count, index, term, SHIFT: tl.constexpr):
     Each number has an int64 for each 2^SHIFT exponents of float32: the sum of the 24 bits of terms,
     shifted by where their exponent lies in that range. Counts of infinite terms and of NaN follow.
     Sums of whole numbers have no rounding, so no order of atomics changes a bit; the host adds the
-    int64s up (fastattn/backends/triton_support/captured_sums.py).
+    int64s up (fastattn/backends/triton/captured_sums.py).
     """
     BUCKETS: tl.constexpr = EXPONENTS >> SHIFT
     term += tl.zeros_like(index).to(tl.float32)

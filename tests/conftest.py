@@ -64,7 +64,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     from fastattn.backends.native import libraries
-    from fastattn.backends.triton import interpreted
+    from fastattn.backends.triton.backend import interpreted
 
     if why := libraries.cpu_unavailable():
         raise pytest.UsageError(f"there is nothing to test: {why}; `make setup` builds it")

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from fastattn.backends.cpu import Cpu
 from fastattn.backends.native import libraries
+from fastattn.backends.native.cpu import Cpu
 
 from ..measure import machine, timing
 from ..reporting import simulated_page

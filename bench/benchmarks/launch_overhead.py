@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 
 from fastattn.backends.native.libraries import CudaLibrary
-from fastattn.backends.triton_support import launch_cache
-from fastattn.backends.triton_support.launch_cache import interpreted, version
+from fastattn.backends.triton import launch_cache
+from fastattn.backends.triton.launch_cache import interpreted, version
 
 from ..static_gpu.aot import SHARED, Absent
 
@@ -86,7 +86,7 @@ def stubbed(arch: int) -> Generator[Stub]:
     from triton import knobs
     from triton.runtime import driver
 
-    from fastattn.backends.triton_support import job as launcher
+    from fastattn.backends.triton import job as launcher
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
         # A separate cache: these kernels are only partly compiled.
@@ -114,7 +114,7 @@ def compiled_stub(folder: Path) -> CudaLibrary:
 
 def cuda_backend(library: CudaLibrary, stream: int = 0) -> Any:
     """The CUDA backend over a stub library; it treats CPU tensors as GPU tensors."""
-    from fastattn.backends.cuda import Cuda
+    from fastattn.backends.native.cuda import Cuda
 
     class Stubbed(Cuda):
         @property
@@ -186,7 +186,7 @@ def why_no_triton() -> str | None:
 
 
 def _triton() -> Iterator[tuple[str, str]]:
-    from fastattn.backends.triton import Triton
+    from fastattn.backends.triton.backend import Triton
 
     if why := why_no_triton():
         yield "Triton", f"not measured: {why}"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastattn.backends.cpu import Cpu
 from fastattn.backends.native import libraries
+from fastattn.backends.native.cpu import Cpu
+from fastattn.backends.native.launcher import PLACES, Prepared
 from fastattn.backends.native.marshalling import pack
-from fastattn.backends.native_launcher import PLACES, Prepared
 from fastattn.call.spec import AttentionSpec, Tensors
 
 PHASES = 10  # FA_PHASES

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fastattn.backends.triton_support import launch_cache
+from fastattn.backends.triton import launch_cache
 
 from . import isolated_process, machine, nvidia, timing
 from .isolated_process import Died, Process, Raised

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fastattn
-from fastattn.backends.triton_support import tile_configs
+from fastattn.backends.triton import tile_configs
 
 from ..cases import FORWARD, Case
 from ..peers.registry import PEERS, SUBJECT

@@ -220,7 +220,7 @@ def rare(case: KernelCase) -> bool:
 
 def call(case: KernelCase) -> None:
     """Run every pass of the launcher on meta tensors of this case."""
-    from fastattn.backends.triton_tangents import TritonWithTangents
+    from fastattn.backends.triton.tangents import TritonWithTangents
     from fastattn.call import spec, validation
 
     dtype, B, H, N = getattr(torch, case.dtype), 2, 8, 4096
@@ -309,7 +309,7 @@ def pretend(arch: int, launched: Callable) -> None:
     """
     from triton.runtime import driver
 
-    from fastattn.backends.triton_support import job as launcher
+    from fastattn.backends.triton import job as launcher
 
     absent: Any = Absent(arch)  # has only the methods that compilation calls
     driver.set_active(absent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fastattn.backends.triton_support import tile_configs
+from fastattn.backends.triton import tile_configs
 
 FEATURES = ("plain", "band", "mask", "block mask", "alibi", "softcap", "dropout", "sinks")
 FEATURES += ("score_mod",)  # a table by i - j: five operators

@@ -88,11 +88,11 @@ def _sources(folder: str) -> str:
         "sm90": (*files, *(f"csrc/cuda/{x}" for x in ("sm80/*.cuh", "sm90/*.h", "sm90/*.cuh"))),
         "triton": (
             "kernels/*.py",
-            "fastattn/backends/triton_support/arguments.py",
-            "fastattn/backends/triton_support/job.py",
-            "fastattn/backends/triton_support/runtime.py",
-            "fastattn/backends/triton_support/tile_configs.py",
-            "fastattn/backends/triton.py",
+            "fastattn/backends/triton/arguments.py",
+            "fastattn/backends/triton/job.py",
+            "fastattn/backends/triton/runtime.py",
+            "fastattn/backends/triton/tile_configs.py",
+            "fastattn/backends/triton/backend.py",
         ),
     }
     found = hashlib.sha256(f"{FORMAT} {version(folder)}".encode())

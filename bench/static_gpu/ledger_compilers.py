@@ -164,7 +164,7 @@ def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any
 
 def by_triton(cases: list[LedgerCase]) -> list[Compiled]:
     """Compile passes of one call, through the launcher."""
-    from fastattn.backends.triton import Triton
+    from fastattn.backends.triton.backend import Triton
 
     found, one = {}, cases[0]
 

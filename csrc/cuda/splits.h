@@ -1,5 +1,5 @@
 // Into how many parts the keys of a decode call are split. Triton's kernels have the same rule, in
-// Python: fastattn/backends/triton_support/tile_configs.py.
+// Python: fastattn/backends/triton/tile_configs.py.
 #pragma once
 #include <stdint.h>
 

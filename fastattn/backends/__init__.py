@@ -1,5 +1,12 @@
-"""The backends. Importing a module registers its backend. No backend imports another one."""
+"""The backends. Importing a module registers its backend. No backend imports another one.
 
-from . import cpu, cuda, reference, triton_tangents
+native/   the CPU's and the CUDA kernels, behind csrc/abi.h
+triton/   Triton's kernels: arguments, tiles, sources of programs, launches
+shared/   what several of them need, and no other folder
+"""
 
-__all__ = ["cpu", "cuda", "reference", "triton_tangents"]
+from . import reference
+from .native import cpu, cuda
+from .triton import tangents
+
+__all__ = ["cpu", "cuda", "reference", "tangents"]

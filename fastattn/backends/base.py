@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tangents, Tensors
 from ..namespace import PACKAGE
-from . import gpu
 from .preference import PREFERENCE, RULES, KernelClasses, Rule
+from .shared import gpu
 
 # The features that every backend has. Each backend lists the others that it has. A new feature
 # belongs here only if all backends have it: a backend must decline a feature that it lacks.

@@ -12,12 +12,12 @@ from torch import Tensor
 from .. import reference as oracle
 from ..call.spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tangents, Tensors
 from ..call.validation import DTYPES
-from ..score_mods.encoding import ModText
 from ..score_mods.evaluate import evaluate
+from ..score_mods.mod_text import ModText
 from ..score_mods.partial_derivatives import ScoreModAt
 from .base import COMMON_FEATURES, Support, empty_dense, register
-from .per_sequence import backward_in_turn, jvp_in_turn, second_in_turn, sequences
-from .value_checks import check_values
+from .shared.per_sequence import backward_in_turn, jvp_in_turn, second_in_turn, sequences
+from .shared.value_checks import check_values
 
 
 def _without_autocast(method):

@@ -223,7 +223,7 @@ class Options(NamedTuple):
     acc_dtype_out: bool = False  # attention only: results in `acc_dtype`, to be added to others
     out_order: str = TOKENS  # out's dimensions in memory, the outermost first; D is the innermost
     grad_order: str = TOKENS  # the same of the gradients of q, k and v; "M" is rows or keys
-    score_mod: str = ""  # the programs of a score_mod and a mask_mod: `score_mods.encoding.ModText`
+    score_mod: str = ""  # the programs of a score_mod and a mask_mod: `score_mods.mod_text.ModText`
     captured_sizes: tuple[int, ...] | None = None  # in compiled code: `score_mods.unlowered`
     dropout_batch_period: int = 0  # `vmap_fold`
     dropout_head_period: int = 0

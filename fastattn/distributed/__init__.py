@@ -4,9 +4,6 @@ Each rank has a part of the sequence. Masks, windows, bias, sinks, gradients and
 those of one call on the whole: `fastattn.Place` gives kernels the position of a block in it.
 """
 
-from typing import TYPE_CHECKING
-
-from ..moved_modules import attributes
 from ..public_names import set_module
 from .attention_call import attention
 from .explaining import explain
@@ -15,8 +12,6 @@ from .sharding import shard, unshard
 
 __all__ = ["attention", "attention_packed", "explain", "shard", "unshard"]
 set_module(__name__)
-if not TYPE_CHECKING:
-    __getattr__ = attributes(__name__)
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_arguments
-from ..backends.value_checks import check_values
+from ..backends.shared.value_checks import check_values
 from ..call.need import need_a_tensor
 from ..call.place import EVERYTHING
 from ..call.scalars import flag

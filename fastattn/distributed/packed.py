@@ -18,8 +18,8 @@ from typing_extensions import Unpack
 from .. import api
 from ..api import Arguments, draw_seed, prepare, resolved, with_arguments
 from ..backends.base import choose
-from ..backends.per_sequence import longest
-from ..backends.value_checks import check_values
+from ..backends.shared.per_sequence import longest
+from ..backends.shared.value_checks import check_values
 from ..call.need import need, need_a_tensor
 from ..call.packed_layout import heads_first, rows_first
 from ..call.place import EVERYTHING

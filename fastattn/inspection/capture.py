@@ -25,7 +25,7 @@ from ..dropin import conversion
 from ..dropin.multihead import MultiheadAttention
 from ..dropin.sdpa import is_causal_bias
 from ..namespace import PACKAGE
-from ..score_mods.encoding import ModText
+from ..score_mods.mod_text import ModText
 from .call_record import LAYER, MULTIHEAD, SDPA, WEIGHTS, CallRecord, State, named, options, shape
 from .mask_structure import MaskStructure, kept, structure
 

@@ -16,8 +16,8 @@ from ..backends.preference import RULES, KernelClasses
 from ..call.qv import joined
 from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, MEANING, AttentionSpec, Options, Tensors
 from ..call.validation import describe
-from ..score_mods.encoding import ModText
 from ..score_mods.intervals import NONE
+from ..score_mods.mod_text import ModText
 
 
 @dataclass(frozen=True)

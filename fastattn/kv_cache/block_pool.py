@@ -48,7 +48,7 @@ class Pool:
     dtype: torch.dtype
     kept: dict[str, Tensor]
     users: Tensor
-    latent: int | None = None  # of caches saved by 0.1.0
+    latent: int | None
     offset: Tensor | None = None
 
     def __init__(

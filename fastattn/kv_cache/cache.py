@@ -19,7 +19,7 @@ from typing_extensions import Unpack  # torch depends on it
 
 from ..api import attention_packed
 from ..backends.native.marshalling import kind
-from ..backends.value_checks import checks_values
+from ..backends.shared.value_checks import checks_values
 from ..call.int4 import BLOCK, INT4
 from ..call.need import need_a_tensor, need_constant
 from ..call.place import Place
@@ -145,7 +145,7 @@ class KVCache:
 
     capacity: int
     grow: bool
-    _shortest: int | None = None  # of caches saved by 0.1.0
+    _shortest: int | None = None
 
     @_kept
     def __init__(

@@ -39,9 +39,6 @@ decoding; from_torch and to_torch, which convert from and to torch.nn.Transforme
 which records attention weights. The programs of `fastattn.examples` use all of them.
 """
 
-from typing import TYPE_CHECKING
-
-from ..moved_modules import attributes
 from ..public_names import set_module
 from .cached import CachedAttention, KeyValueCache, record_weights
 from .causal import CausalSelfAttention, ConcatenatedHeads
@@ -83,8 +80,6 @@ __all__ = [
     "to_torch",
 ]
 set_module(__name__)
-if not TYPE_CHECKING:
-    __getattr__ = attributes(__name__)
 
 
 def __dir__() -> list[str]:

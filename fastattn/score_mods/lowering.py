@@ -19,8 +19,8 @@ from torch import Tensor
 from ..call.sizes import known
 from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, Options
 from .bounds import Bounds, Ints, bounds, extremes
-from .encoding import CAPTURED, ModText
 from .intervals import block_classes
+from .mod_text import CAPTURED, ModText
 from .program import Builder, Program, Value
 from .recognition import Shape, inputs_of
 

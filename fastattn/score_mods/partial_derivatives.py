@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from .derivatives import Derivative, Differentiation
-from .encoding import ModText
 from .evaluate import evaluate_all
+from .mod_text import ModText
 from .program import Program
 
 

@@ -29,7 +29,7 @@ NO_VALUES = torch.device("meta")
 class Unlowered(NamedTuple):
     """The programs of a call.
 
-    Its text has the blocks of `encoding.ModText`: the score_mod's program, the mask_mod's, and in
+    Its text has the blocks of `mod_text.ModText`: the score_mod's program, the mask_mod's, and in
     place of the third the word `unlowered`.
     """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends.value_checks import checks_values
+from ..backends.shared.value_checks import checks_values
 from ..namespace import add_op_namespace_prefix
 from .seen import check_lengths, seen_keys
 

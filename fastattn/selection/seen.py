@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import value_checks
-from ..backends.value_checks import checks_values
+from ..backends.shared import value_checks
+from ..backends.shared.value_checks import checks_values
 from ..call.need import need, need_a_tensor
 from ..call.sizes import agree
 

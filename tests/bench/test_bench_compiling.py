@@ -18,7 +18,7 @@ from bench.peers import registry
 from bench.peers.registry import BASELINE, SUBJECT
 from bench.reporting import progress
 from fastattn import api
-from fastattn.backends import triton
+from fastattn.backends.triton import backend as triton
 from fastattn.call import validation
 from tests.support.backends import needs_triton
 from tests.support.bench_helpers import LIMITS, case

@@ -9,7 +9,7 @@ import pytest
 from bench.measure import first_contact, nvidia, timing
 from bench.measure.first_contact import CHECKS, LAUNCHES, Wrong
 from bench.measure.isolated_process import Raised
-from fastattn.backends.triton_support import launch_cache
+from fastattn.backends.triton import launch_cache
 from tests.bench.test_bench_gpu import US, Device
 
 ON_CPU = [name for name in CHECKS if name != "clock"]

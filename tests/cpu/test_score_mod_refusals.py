@@ -6,8 +6,8 @@ import torch
 import fastattn
 from fastattn import api
 from fastattn.dispatch.forward_arguments import flat
-from fastattn.score_mods.encoding import ModText
 from fastattn.score_mods.lowering import Begin, lower
+from fastattn.score_mods.mod_text import ModText
 from fastattn.score_mods.recognition import Shape
 from fastattn.score_mods.tracing import trace_score_mod
 from tests.cpu.test_score_mods import DTYPES, EVERY, TABLE, B, H, M, N, tensors

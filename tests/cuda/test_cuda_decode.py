@@ -13,7 +13,7 @@ import torch
 
 import fastattn
 from fastattn.backends.native import libraries
-from fastattn.backends.triton_support import tile_configs
+from fastattn.backends.triton import tile_configs
 from fastattn.call.spec import AttentionSpec
 from tests.gpu_emulation.emulated import DTYPES as NAMES
 from tests.gpu_emulation.emulated import decode_splits, everywhere, survivors

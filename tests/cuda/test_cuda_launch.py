@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import cuda
-from fastattn.backends.native import libraries
+from fastattn.backends.native import cuda, libraries
 from tests.gpu_emulation.emulated import NARROW
 from tests.gpu_emulation.emulator import needs_emulator
 from tests.gpu_emulation.runtime import Launched, Runtime, launching

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import cuda
+from fastattn.backends.native import cuda
 from tests.gpu_emulation.emulated import DTYPES as NAMES
 from tests.gpu_emulation.emulated import everywhere
 from tests.gpu_emulation.emulator import needs_emulator

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import cuda, native_launcher
 from fastattn.backends.base import broadcast_strides
-from fastattn.backends.native import libraries
+from fastattn.backends.native import cuda, launcher, libraries
 from fastattn.call.spec import AttentionSpec, Tensors
 from tests.gpu_emulation.emulated import Emulated, binary, everywhere
 from tests.gpu_emulation.emulator import KERNELS, needs_emulator
@@ -85,7 +84,7 @@ def test_weights_past_32_bits(emulated, monkeypatch, dim):
     def empty(shape, dtype, device):
         return room(shape, dim, dtype) if dtype == q.dtype else torch.empty(shape, dtype=dtype)
 
-    monkeypatch.setattr(native_launcher, "empty", empty)
+    monkeypatch.setattr(launcher, "empty", empty)
     spread = fastattn.attention_weights(q, k)
     assert torch.equal(spread, near)
     for found, right in zip(torch.autograd.grad(spread, (q, k), far(dweights, dim)), grads):

@@ -12,8 +12,8 @@ import torch
 
 import fastattn
 from bench.benchmarks import launch_overhead
-from fastattn.backends import cuda, gpu, native_launcher
-from fastattn.backends.native import libraries, marshalling
+from fastattn.backends.native import cuda, launcher, libraries, marshalling
+from fastattn.backends.shared import gpu
 from fastattn.call import spec, validation
 from tests.support.backends import every_call
 
@@ -77,10 +77,8 @@ def calls():
 
 def by_python(which, s, t, after):
     """FaParams as Python packs them, without the workspace and the number of threads."""
-    form = native_launcher.prepared(s).form
-    return marshalling._pack(
-        form, native_launcher.PLACES[which], (*native_launcher.convert(s, t), *after), 0
-    )
+    form = launcher.prepared(s).form
+    return marshalling._pack(form, launcher.PLACES[which], (*launcher.convert(s, t), *after), 0)
 
 
 def without(params, *fields):
@@ -95,13 +93,13 @@ def test_each_call_is_passed_on_unchanged(seed, library, monkeypatch):
     backend = launch_overhead.cuda_backend(library)
     # Conversion makes new tensors: reuse them, so that the extension and Python get the same.
     converted = {}
-    real = native_launcher.convert
+    real = launcher.convert
 
     def once(s, t):
         key = tuple(map(id, t))
         return converted.setdefault(key, (real(s, t), t))[0]
 
-    monkeypatch.setattr(native_launcher, "convert", once)
+    monkeypatch.setattr(launcher, "convert", once)
     monkeypatch.setattr(cuda, "convert", once)
     some = calls()
     random.Random(seed).shuffle(some)

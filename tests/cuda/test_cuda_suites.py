@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fastattn.backends import base
-from fastattn.backends.cuda import Cuda
+from fastattn.backends.native.cuda import Cuda
 from fastattn.dispatch import operation
 from tests.gpu import test_gpu, test_gpu_calls
 from tests.gpu_emulation.emulated import Emulated

@@ -6,7 +6,7 @@ import torch
 
 import fastattn
 from fastattn import nn
-from fastattn.backends import native_launcher
+from fastattn.backends.native import launcher
 from tests.gpu_emulation.emulated import DTYPES as NAMES
 from tests.gpu_emulation.emulated import everywhere, survivors
 from tests.gpu_emulation.emulator import SCHEDULES, needs_emulator
@@ -177,7 +177,7 @@ def test_outputs_of_any_strides(emulated, monkeypatch, layout, mean):
         memories.append((wide, part))
         return part.mT if layout == "transposed" else part  # 67 x 67 weights
 
-    monkeypatch.setattr(native_launcher, "empty", empty)
+    monkeypatch.setattr(launcher, "empty", empty)
     found = weights(problem, mean == "mean")
     ((wide, part),) = memories
     assert torch.equal(found, expected)

@@ -6,9 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from fastattn.backends import native_launcher
 from fastattn.backends.base import dense_layout
-from fastattn.backends.native import libraries, marshalling
+from fastattn.backends.native import launcher, libraries, marshalling
 from fastattn.backends.native.imagined import ADDRESS, imagined
 from fastattn.call import spec, validation
 
@@ -46,8 +45,8 @@ PAGED |= dict(key_lengths=LENGTHS, block_table=torch.zeros(2, 5, dtype=torch.int
 
 def real(s, t, which, after):
     """FaParams of the call, field by field: (is there an address?, strides, dtype)."""
-    form, places = native_launcher.prepared(s).form, native_launcher.PLACES[which]
-    return fields(marshalling._pack(form, places, (*native_launcher.convert(s, t), *after), 0))
+    form, places = launcher.prepared(s).form, launcher.PLACES[which]
+    return fields(marshalling._pack(form, places, (*launcher.convert(s, t), *after), 0))
 
 
 def fields(params):
@@ -64,7 +63,7 @@ def fields(params):
 
 def results(s, t):
     """out and normaliser, empty, with the strides that a launcher gives them."""
-    like = native_launcher.prepared(s)
+    like = launcher.prepared(s)
     out = t.q.new_empty_strided(*like.out, **like.stored)
     return out, torch.empty_strided(*like.normaliser, dtype=s.acc_dtype)
 
@@ -73,7 +72,7 @@ def gradients(s, t):
     wanted = [x for x in ("q", "k", "v", "sinks") if getattr(t, x) is not None]
     if t.mask is not None and t.mask.dtype != torch.bool:
         wanted.append("mask")
-    return native_launcher.Launcher()._gradients(s, t, wanted)
+    return launcher.Launcher()._gradients(s, t, wanted)
 
 
 @pytest.mark.parametrize("what", CALLS)

@@ -10,10 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fastattn
 from bench.reporting import results
 from fastattn import __main__
-from fastattn.backends import base, cuda, gpu, preference, sm90_check, triton
-from fastattn.backends.native import libraries
+from fastattn.backends import base, preference
+from fastattn.backends.native import cuda, libraries, sm90_check
 from fastattn.backends.native.imagined import imagined
 from fastattn.backends.preference import RULES, Rule
+from fastattn.backends.shared import gpu
+from fastattn.backends.triton import backend as triton
 from fastattn.call.spec import AttentionSpec, Feature
 from fastattn.dispatch import operation
 from fastattn.inspection import explain_call

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastattn.backends import cuda, gpu, sm90_check
-from fastattn.backends.native import libraries
+from fastattn.backends.native import cuda, libraries, sm90_check
+from fastattn.backends.shared import gpu
 from tests.gpu_emulation import kernel_classes, probe90
 from tests.gpu_emulation.emulator import needs_emulator
 

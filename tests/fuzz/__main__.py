@@ -67,7 +67,7 @@ def prepare():
     """Fill uninitialised memory with NaN, as conftest.py does for the tests."""
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     from fastattn.backends.native import libraries
-    from fastattn.backends.triton import interpreted
+    from fastattn.backends.triton.backend import interpreted
     from tests.support.workers import fill_with_nan
 
     fill_with_nan()

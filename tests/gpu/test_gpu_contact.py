@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.cuda import lacks_sm_90
+from fastattn.backends.native.cuda import lacks_sm_90
 from tests.support import contact
 from tests.support.backends import declares
 from tests.support.cases import FEATURE, Dims, build

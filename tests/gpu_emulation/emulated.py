@@ -4,9 +4,9 @@ import ctypes
 import functools
 from contextlib import contextmanager, nullcontext
 
-from fastattn.backends import gpu
-from fastattn.backends.cuda import Cuda
 from fastattn.backends.native import libraries
+from fastattn.backends.native.cuda import Cuda
+from fastattn.backends.shared import gpu
 from tests.gpu_emulation.emulator import KERNELS, Emulator
 from tests.gpu_emulation.ptx import library, ours
 from tests.support.backends import every_call

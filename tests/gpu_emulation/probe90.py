@@ -1,4 +1,4 @@
-"""The probes of sm_90a (fastattn/backends/sm90_probe.py) on the emulator, as PTX, and on a GPU.
+"""The probes of sm_90a (backends/native/sm90_probe.py) on the emulator, as PTX, and on a GPU.
 
 emu/probe90.json has a digest of what each must give, and the GPU that gave it:
 
@@ -15,7 +15,7 @@ import json
 import torch
 
 from bench.static_gpu import ptxas
-from fastattn.backends import sm90_check, sm90_probe
+from fastattn.backends.native import sm90_check, sm90_probe
 from tests.gpu_emulation import probe
 from tests.gpu_emulation.emulator import EMULATOR, KERNELS, ROOT, Emulator
 from tests.gpu_emulation.ptx import library

@@ -10,8 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastattn.backends import cuda
-from fastattn.backends.native import libraries
+from fastattn.backends.native import cuda, libraries
 from tests.gpu_emulation.emulated import emulator
 from tests.support.backends import every_call
 

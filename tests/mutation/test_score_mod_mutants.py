@@ -255,10 +255,10 @@ blocks of all heads are those of the first: lowering: lowering
 one program's indices are checked: lowering: lowering
 -both = Value("or", (first - 1, first + len(moved) - 1), "bool")
 +both = Value("or", (first - 1, first - 1), "bool")
-results are freed at once: encoding: cpu/test_score_mods
+results are freed at once: score_mod_code: cpu/test_score_mods
 -last |= {x: len(kept) for output in outputs for x in output[2:] if x in last}
 +pass
-a value of rows and keys is of keys: encoding: cpu/test_score_mods
+a value of rows and keys is of keys: score_mod_code: cpu/test_score_mods
 -of |= found[y]
 +of = max(of, found[y])
 gradients of loads are their indices: derivatives: cpu/test_score_mods
@@ -279,7 +279,8 @@ CASES = [(module, tests, *edit) for (_, module, tests), edit in FAULT.items()]
 
 @pytest.mark.parametrize("module, tests, old, new", CASES, ids=[title for title, *_ in FAULT])
 def test_a_fault_is_detected(module, tests, old, new):
-    name = f"fastattn.score_mods.{module}"
+    folder = "backends.native" if module == "score_mod_code" else "score_mods"
+    name = f"fastattn.{folder}.{module}"
     file = f"tests/{tests}.py" if "/" in tests else f"tests/score_mods/test_{tests}.py"
     run = [sys.executable, "-m", "tests.support.altered_module", name, old, new, file]
     done = subprocess.run(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.triton_support import arguments, job, program_source, runtime
+from fastattn.backends.triton import arguments, job, program_source, runtime
 from tests.semantics import test_packed, test_paged, test_storage, test_tangents
 from tests.semantics.test_weights import about_weights
 from tests.support import large_logits, vmap_dropout

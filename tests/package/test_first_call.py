@@ -16,9 +16,10 @@ import torch
 
 import fastattn
 from bench.benchmarks import launch_overhead as stub
-from fastattn.backends import cuda, cuda_errors, gpu, native_launcher, triton
-from fastattn.backends.native import libraries
-from fastattn.backends.triton_support import launch_cache
+from fastattn.backends.native import cuda, launcher, libraries
+from fastattn.backends.shared import cuda_errors, gpu
+from fastattn.backends.triton import backend as triton
+from fastattn.backends.triton import launch_cache
 from fastattn.call import spec, validation
 from tests.gpu_emulation.emulated import binary
 from tests.gpu_emulation.emulator import needs_emulator
@@ -136,7 +137,7 @@ def test_no_room_for_a_workspace_is_torchs_own_error_emulated(problem, monkeypat
     runtime = Runtime()
     with launching(runtime):
         with monkeypatch.context() as patch:
-            patch.setattr(native_launcher, "empty", full)
+            patch.setattr(launcher, "empty", full)
             with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
                 problem.run(fastattn.attention)
         passed(Verdict(problem).about(problem.run(fastattn.attention)))

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from fastattn.backends.cpu import Cpu
+from fastattn.backends.native.cpu import Cpu
 from fastattn.call import validation
 from tests.fuzz import __main__ as command
 from tests.fuzz import parts, watch

@@ -46,7 +46,7 @@ def test_the_parser_sees_every_kind_of_import(tmp_path):
     expected = {"reference", "nn", "backends.base", "call.spec", "__init__", "merging"}
     assert GRAPH.imported("api", path) == expected
     path.write_text("from ..call import spec\nfrom . import base\nfrom .base import choose\n")
-    assert GRAPH.imported("backends.cpu", path) == {"call.spec", "backends.base"}
+    assert GRAPH.imported("backends.x", path) == {"call.spec", "backends.base"}
 
 
 def test_cycles_and_layers_of_a_graph():
@@ -76,14 +76,23 @@ def test_no_modules_import_each_other():
     assert import_graph.cycles(GRAPH.edges) == []
 
 
-BACKENDS = ["cpu", "cuda", "triton", "triton_tangents", "reference"]
+BACKENDS = ["native.cpu", "native.cuda", "triton", "reference"]  # a module, or a folder
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_backends_do_not_know_each_other(name):
-    """A file with another's name as its prefix, as `triton_tangents`, is a part of that backend."""
-    others = {x for x in BACKENDS if f"backends.{x}" in GRAPH.edges[f"backends.{name}"]}
-    assert all(name.startswith(f"{x}_") for x in others), f"{name} imports {others}"
+    of = {x: {y for y in MODULES if f"{y}.".startswith(f"backends.{x}.")} for x in BACKENDS}
+    imported = set().union(*(GRAPH.edges[x] for x in of[name]))
+    others = {x for x in BACKENDS if x != name and of[x] & imported}
+    assert not others, f"{name} imports {others}"
+
+
+def test_shared_modules_know_no_backend():
+    """They are of several backends: only `base` and marshalling lie below them."""
+    shared = [x for x in MODULES if x.startswith("backends.shared.")]
+    imported = set().union(*(GRAPH.edges[x] for x in shared))
+    above = {x for x in imported if x.startswith(("backends.native", "backends.triton"))}
+    assert above <= {"backends.native.marshalling"}, above
 
 
 def test_only_its_backend_imports_the_oracle():

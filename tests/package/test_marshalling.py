@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fastattn.backends import native_launcher
-from fastattn.backends.native import libraries, marshalling
+from fastattn.backends.native import launcher, libraries, marshalling
 from fastattn.call.spec import ARGUMENTS
 from tests.support.backends import INTERPRETED
 from tests.support.cases import DTYPES
@@ -184,16 +183,16 @@ def test_the_sizes_of_a_tensor_cross_in_the_dimensions_of_its_strides(how):
 
 
 @needs_extension
-@pytest.mark.parametrize("which", native_launcher.PLACES)
+@pytest.mark.parametrize("which", launcher.PLACES)
 def test_every_field_of_a_pass_has_its_place(which):
     """With every tensor that a pass can have, all different."""
-    after = native_launcher.AFTER[which]
+    after = launcher.AFTER[which]
     fields = {name: a.field for name, a in ARGUMENTS.items()} | {name: name for name in after}
     passed_as = {name: a.passed_as for name, a in ARGUMENTS.items()} | after
     tensors = tuple(CASES[how][0].clone() for how in passed_as.values())
     form = bytes(libraries.SIZE)
-    packed = marshalling._pack(form, native_launcher.PLACES[which], tensors, 1)
-    assert marshalling.extension.pack(form, native_launcher.PLACES[which], tensors, 1) == packed
+    packed = marshalling._pack(form, launcher.PLACES[which], tensors, 1)
+    assert marshalling.extension.pack(form, launcher.PLACES[which], tensors, 1) == packed
     for (name, field), x in zip(fields.items(), tensors):
         if name != "normaliser" or "lse" not in after:  # as an input it is no output
             assert x.data_ptr().to_bytes(8, "little") == packed[libraries.offset(field) :][:8]

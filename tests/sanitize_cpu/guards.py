@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from fastattn.backends.cpu import Cpu
-from fastattn.backends.native_launcher import convert
+from fastattn.backends.native.cpu import Cpu
+from fastattn.backends.native.launcher import convert
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS, READ_AND_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE

@@ -107,11 +107,11 @@ class Threads(Part):
         return str(builds.libraries(self.sanitizers))
 
     def prepare(self, built):
-        from fastattn.backends import cpu, native_launcher
+        from fastattn.backends.native import cpu, launcher
 
         use(built)
         cpu.get_num_threads = lambda: self.threads
-        native_launcher.BRIEF = 0  # every call releases the GIL
+        launcher.BRIEF = 0  # every call releases the GIL
 
     def calls(self, seed):
         from fastattn.backends.native import libraries

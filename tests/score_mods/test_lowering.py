@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.score_mods.encoding import ModText, encode
+from fastattn.backends.native.score_mod_code import encode
 from fastattn.score_mods.evaluate import evaluate
 from fastattn.score_mods.lowering import Begin, lower
+from fastattn.score_mods.mod_text import ModText
 from fastattn.score_mods.recognition import Shape
 from fastattn.score_mods.tracing import merge, trace_mask_mod, trace_score_mod
 from tests.score_mods import gallery

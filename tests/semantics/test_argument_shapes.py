@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 import fastattn
 from fastattn import Place
-from fastattn.backends import native_launcher
+from fastattn.backends.native import launcher
 from fastattn.call.spec import ARGUMENTS, Feature
 from tests.support.argument_shapes import OPTIONAL, dtypes_of, has_gradient, shapes_of
 from tests.support.backends import INTERPRETED, declares, every_backend, not_interpreted, small
@@ -264,7 +264,7 @@ def test_every_shape_in_every_pass(name, layout, case, monkeypatch):
     for x in public(case.needs_grad):
         assert found[f"d{x}"].dtype == found[f"second d{x}"].dtype == given[x].dtype
     if laid.rows and "mask" in case.needs_grad:  # takes the path for one sequence after the other
-        monkeypatch.setattr(native_launcher, "ROOM", -1)
+        monkeypatch.setattr(launcher, "ROOM", -1)
         close(outcomes(ours, given, public(case.needs_grad)), exact, tolerance_of(case))
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import cpu, native_launcher
-from fastattn.backends.native import libraries, marshalling
+from fastattn.backends.native import cpu, launcher, libraries, marshalling
 from tests.support.backends import INTERPRETED, variant, variants
 
 pytestmark = [
@@ -42,7 +41,7 @@ class Replaced:
 
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
-        launch, names = self.backend._launch, list(native_launcher.AFTER[self.which])
+        launch, names = self.backend._launch, list(launcher.AFTER[self.which])
 
         def replaced(backend, which, spec, t, after):
             if which == self.which and (x := dict(zip(names, after))[self.name]) is not None:

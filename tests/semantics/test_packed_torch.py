@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn.backends import native_launcher
+from fastattn.backends.native import launcher
 from fastattn.call.spec import Feature
 from tests.semantics.test_packed import SIZES, batch, complaints
 from tests.support.backends import (
@@ -80,10 +80,10 @@ def test_gradients_of_a_shared_mask_fit_in_memory(dtype, monkeypatch):
     names = ("head_bias_grad", "sinks", "gqa", "lse_loss", "lengths", "alibi_batch")
     made = batch([FEATURE[x] for x in names], DTYPES[dtype])
     before = made.run()
-    monkeypatch.setattr(native_launcher, "ROOM", 0)
+    monkeypatch.setattr(launcher, "ROOM", 0)
     asked = []
-    each = native_launcher.backward_in_turn
-    monkeypatch.setattr(native_launcher, "backward_in_turn", lambda *x: asked.append(1) or each(*x))
+    each = launcher.backward_in_turn
+    monkeypatch.setattr(launcher, "backward_in_turn", lambda *x: asked.append(1) or each(*x))
     after = made.run()
     assert asked
     passed(list(complaints(made, after)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.native_launcher import prepared
+from fastattn.backends.native.launcher import prepared
 from fastattn.call.spec import Feature
 from tests.semantics.test_packed import CASES, SIZES, batch, complaints, name_of
 from tests.support.backends import (

@@ -9,8 +9,8 @@ import torch
 from torch.func import jvp
 
 import fastattn
-from fastattn.backends import gathered_pages
 from fastattn.backends.native import libraries
+from fastattn.backends.shared import gathered_pages
 from fastattn.call.spec import Feature
 from fastattn.selection import key_lists, seen
 from tests.support.backends import DECLARED, declares, every_backend, not_interpreted

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fastattn import api
-from fastattn.backends import base, per_sequence
+from fastattn.backends import base
+from fastattn.backends.shared import per_sequence
 from fastattn.call import packed_layout
 from fastattn.call.spec import Feature, Tangents
 from fastattn.call.validation import describe

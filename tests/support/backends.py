@@ -15,8 +15,8 @@ import torch
 import fastattn
 from fastattn.backends import base
 from fastattn.backends.native import libraries
-from fastattn.backends.triton_support import arguments, tile_configs
-from fastattn.backends.triton_support.launch_cache import interpreted
+from fastattn.backends.triton import arguments, tile_configs
+from fastattn.backends.triton.launch_cache import interpreted
 from fastattn.call.spec import Feature
 from fastattn.dispatch import operation
 from tests.support.cases import DTYPES

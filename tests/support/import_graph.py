@@ -12,7 +12,7 @@ from tests.support.checkout import ROOT
 
 
 class Graph:
-    """modules: {"api": path, "backends.cpu": path, ...}, names below the package. Compiled files
+    """modules: {"api": path, "backends.base": path, ...}, names below the package. Compiled files
     and the folder `kernels`, which an editable install adds, are not among them."""
 
     def __init__(self, folder):

@@ -3,9 +3,8 @@
     python -m tests.support.saved_objects FILE.pt    modules, functions and a cache, pickled
     python -m tests.support.saved_objects FILE.pt2   a program of torch.export
 
-The files in `tests/saved/` were made by this script before modules of the package moved and
-arguments of its operators had other names. They must not be made again: `test_saved_objects.py`
-loads them.
+The files in `tests/saved/` were made by this script before modules of the package moved. They must
+not be made again: `test_saved_objects.py` loads them.
 """
 
 import io

@@ -30,7 +30,7 @@ OF_GPUS = r"torch$|triton|nvidia|cuda"  # installed by their own rules, or not a
 ABOUT = """
 import importlib.metadata, importlib.util, json, platform, sys, torch, fastattn
 from fastattn.backends.native import libraries
-from fastattn.backends.triton_support.tile_configs import triton_version
+from fastattn.backends.triton.tile_configs import triton_version
 has = importlib.util.find_spec("transformers") is not None
 print(json.dumps(dict(
     transformers=importlib.metadata.version("transformers") if has else None,

@@ -5,8 +5,8 @@ reading the mask."""
 import pytest
 import torch
 
-from fastattn.backends.triton_support import tile_configs
-from fastattn.backends.triton_support.job import Job
+from fastattn.backends.triton import tile_configs
+from fastattn.backends.triton.job import Job
 from fastattn.call import spec, validation
 from tests.support.backends import INTERPRETED, looked_at
 

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from fastattn.backends.triton_support import autotune, tile_configs
-from fastattn.backends.triton_support.tile_configs import Config
+from fastattn.backends.triton import autotune, tile_configs
+from fastattn.backends.triton.tile_configs import Config
 from fastattn.call.spec import AttentionSpec
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)

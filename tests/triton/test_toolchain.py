@@ -19,8 +19,10 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import base, cuda, gpu
-from fastattn.backends.triton_support import launch_cache, runtime, toolchain
+from fastattn.backends import base
+from fastattn.backends.native import cuda
+from fastattn.backends.shared import gpu
+from fastattn.backends.triton import launch_cache, runtime, toolchain
 from fastattn.call import spec, validation
 
 needs_triton = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.triton_support import autotune, job, tile_configs
-from fastattn.backends.triton_support.arguments import describable
+from fastattn.backends.triton import autotune, job, tile_configs
+from fastattn.backends.triton.arguments import describable
 from tests.support.backends import INTERPRETED, every_backend, everywhere, passed
 from tests.support.cases import (
     DTYPES,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.triton_support import captured_sums, tile_configs
+from fastattn.backends.triton import captured_sums, tile_configs
 from tests.support.backends import INTERPRETED
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("one_thread")]

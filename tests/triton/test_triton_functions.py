@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.triton_support import job, program_source, tile_configs
+from fastattn.backends.triton import job, program_source, tile_configs
 from fastattn.call import validation
 from fastattn.call.spec import Options, Tensors
-from fastattn.score_mods.encoding import CAPTURED, ModText
 from fastattn.score_mods.evaluate import evaluate
+from fastattn.score_mods.mod_text import CAPTURED, ModText
 from fastattn.score_mods.program import Program
 from fastattn.score_mods.tracing import trace_score_mod
 from tests.support.backends import INTERPRETED

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bench.benchmarks import launch_overhead
-from fastattn.backends.triton import Triton
-from fastattn.backends.triton_support import job, launch_cache, runtime, tile_configs
+from fastattn.backends.triton import job, launch_cache, runtime, tile_configs
+from fastattn.backends.triton.backend import Triton
 from fastattn.call import spec, validation
 
 pytestmark = [

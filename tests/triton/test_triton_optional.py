@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.triton_support import runtime, tile_configs
+from fastattn.backends.triton import runtime, tile_configs
 from tests.support.backends import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about a process that interprets nothing")

@@ -4,7 +4,7 @@ offsets, which kernels on a GPU clamp."""
 import pytest
 import torch
 
-from fastattn.backends.triton_support import job
+from fastattn.backends.triton import job
 from tests.semantics.test_packed import FEW, HOSTILE, batch, clamped, everywhere
 from tests.support.backends import INTERPRETED, every_backend, passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN, name_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.triton_support import job
+from fastattn.backends.triton import job
 from tests.kv_cache.test_cache import Model
 from tests.semantics.test_packed import FEW, batch
 from tests.semantics.test_paged import in_pages

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastattn.backends.triton_support import job
+from fastattn.backends.triton import job
 from tests.support.backends import INTERPRETED, every_backend, looked_at, passed
 from tests.support.cases import DTYPES, FEATURE, Dims, build, square
 from tests.support.tangents import complaints, directions, exact, passes

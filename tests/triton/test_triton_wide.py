@@ -8,7 +8,7 @@ import torch
 
 import fastattn
 from fastattn.backends import base
-from fastattn.backends.triton_support import arguments, tile_configs
+from fastattn.backends.triton import arguments, tile_configs
 from tests.semantics.test_packed import batch
 from tests.semantics.test_paged import in_pages
 from tests.semantics.test_storage import NAMES, same
@@ -108,7 +108,7 @@ def test_a_view_is_recognised_by_its_address_and_strides(monkeypatch):
     seen = []
     real = arguments.is_latent
     monkeypatch.setattr(
-        fastattn.backends.triton_support.job,
+        fastattn.backends.triton.job,
         "is_latent",
         lambda *given: seen.append(real(*given)) or seen[-1],
     )

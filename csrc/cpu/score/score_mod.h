@@ -1,5 +1,5 @@
 // Runs a score_mod and a mask_mod on tiles of scores: an interpreter of the code that
-// fastattn/score_mods/encoding.py writes.
+// fastattn/backends/native/score_mod_code.py writes.
 //
 // A value is one number (uniform), one for each row or for each key of a tile, or one for each
 // score. Values of the same for all keys are computed once for a tile; the others for 16 keys at a

@@ -1,5 +1,5 @@
 // Kernels that run the instructions of ptx.cuh in this folder, each alone: for tests, and for a check
-// before the first call that kernels of this folder serve. fastattn/backends/sm90_probe.py has the
+// before the first call that kernels of this folder serve. fastattn/backends/native/sm90_probe.py has the
 // inputs, and what must come out. Waits for mbarriers have a limit of time, so that a mistake is
 // reported, and does not hang.
 #include "../launch.h"

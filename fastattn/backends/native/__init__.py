@@ -1,1 +1,1 @@
-"""The native libraries of csrc/: loading, the layout of arguments, and errors of a damaged file."""
+"""The backends with kernels in csrc/: `cpu` and `cuda`, on a `launcher` that packs arguments."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fastattn.backends.triton_support.runtime import kernels as triton_kernels
+from fastattn.backends.triton.runtime import kernels as triton_kernels
 from tests.cuda.test_cuda_addresses import under_address_sanitizer
 from tests.gpu_emulation import emulated, runtime
 from tests.gpu_emulation.ptx import ours, triton

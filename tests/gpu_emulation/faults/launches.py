@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import cuda
 from fastattn.backends.base import broadcast_strides
-from fastattn.backends.native import libraries
+from fastattn.backends.native import cuda, libraries
 from fastattn.call.spec import AttentionSpec
 from tests.gpu_emulation import emulated
 from tests.gpu_emulation.runtime import Runtime, launching

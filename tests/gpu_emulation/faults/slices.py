@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.triton_support import tile_configs
+from fastattn.backends.triton import tile_configs
 from tests.cuda.test_cuda_emulated import shifted, with_heads_apart, with_wide_rows
 from tests.cuda.test_cuda_scale import far
 from tests.gpu_emulation.emulated import everywhere

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from bench.static_gpu.aot import SHARED, Absent
-from fastattn.backends.triton import Triton
-from fastattn.backends.triton_support import job
+from fastattn.backends.triton import job
+from fastattn.backends.triton.backend import Triton
 from tests.gpu_emulation import emulator
 from tests.gpu_emulation.emulator import Emulator
 from tests.support.backends import every_call

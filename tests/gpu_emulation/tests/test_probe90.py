@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 
-from fastattn.backends import sm90_probe
-from fastattn.backends.native import libraries
+from fastattn.backends.native import libraries, sm90_probe
 from tests.gpu_emulation import probe90
 from tests.gpu_emulation.emulator import IN_ORDER, RANDOM, needs_emulator
 from tests.gpu_emulation.ptx import ours

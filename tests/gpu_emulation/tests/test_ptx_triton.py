@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.triton_support import tile_configs
+from fastattn.backends.triton import tile_configs
 from tests.cuda import test_cuda_decode
 from tests.gpu_emulation.emulator import IN_ORDER, SCHEDULES, needs_emulator
 from tests.gpu_emulation.ptx import triton

@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from ..call.environment import setting
-from ..call.spec import AttentionSpec, Tensors
+from ...call.environment import setting
+from ...call.spec import AttentionSpec, Tensors
 
 
 def checks_values(device: torch.device) -> bool:

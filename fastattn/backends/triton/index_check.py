@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..base import BAD_INDEX
-from ..value_checks import checks_values
+from ..shared.value_checks import checks_values
 from .arguments import blocks
 from .job import Job
 from .runtime import kernels

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...call.spec import AttentionSpec, Tensors
-from ..gathered_pages import sink_shares
-from ..gpu import architecture, processors
+from ..native.launcher import prepared
 from ..native.marshalling import specialization_key
-from ..native_launcher import prepared
-from ..value_checks import check_values
+from ..shared.gathered_pages import sink_shares
+from ..shared.gpu import architecture, processors
+from ..shared.value_checks import check_values
 from . import autotune, captured_sums, launch_cache, tile_configs
 from .arguments import (
     bits,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .native import libraries
+from . import libraries
 
 NANOSECONDS = 200_000_000  # that a kernel waits for an mbarrier
 SHORT = 1_000_000  # the same, where it waits in vain

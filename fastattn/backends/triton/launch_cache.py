@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cuda_errors import why_unwritable
 from ..native.marshalling import specialization_key
+from ..shared.cuda_errors import why_unwritable
 from . import tile_configs, toolchain
 
 # Outside of these versions Triton's own launch runs: a later one may derive kernels from more, an

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.spec import AttentionSpec, Feature, Tangents, Tensors
-from .base import Support, register
-from .gpu import on
-from .native_launcher import prepared
-from .triton import Triton
-from .triton_support import tile_configs
-from .triton_support.arguments import blocks, broadcast, operand
-from .triton_support.job import Job
-from .triton_support.runtime import kernels
+from ...call.spec import AttentionSpec, Feature, Tangents, Tensors
+from ..base import Support, register
+from ..native.launcher import prepared
+from ..shared.gpu import on
+from . import tile_configs
+from .arguments import blocks, broadcast, operand
+from .backend import Triton
+from .job import Job
+from .runtime import kernels
 
 
 class TritonWithTangents(Triton):

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, get_num_threads
 
-from ..call.spec import DIFFERENTIABLE, AttentionSpec, Feature, Tensors
-from ..call.validation import DTYPES
-from ..score_mods.encoding import encode
-from .base import BAD_INDEX, COMMON_FEATURES, Support, empty_dense, register
-from .gathered_pages import Rows, sink_gradient
-from .native import libraries
-from .native.extents import refused
-from .native.marshalling import launch, pack
-from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert, in_grad_order, prepared
-from .per_sequence import backward_in_turn
-from .value_checks import check_values
+from ...call.spec import DIFFERENTIABLE, AttentionSpec, Feature, Tensors
+from ...call.validation import DTYPES
+from ..base import BAD_INDEX, COMMON_FEATURES, Support, empty_dense, register
+from ..shared.gathered_pages import Rows, sink_gradient
+from ..shared.per_sequence import backward_in_turn
+from ..shared.value_checks import check_values
+from . import libraries
+from .extents import refused
+from .launcher import AFTER, PLACES, Launcher, Prepared, convert, in_grad_order, prepared
+from .marshalling import launch, pack
+from .score_mod_code import encode
 
 
 class Cpu(Launcher):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...call import quantisation
 from ...call.spec import PLACED, AttentionSpec, Feature, Tensors
-from ...score_mods.encoding import ModText
+from ...score_mods.mod_text import ModText
 from ...score_mods.recognition import inputs_of
-from .. import gpu
 from ..base import broadcast_strides
+from ..shared import gpu
 from . import tile_configs
 from .program_source import functions
 from .runtime import kernels

@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..call.quantisation import dequantised
-from ..call.scalars import whole
-from ..call.spec import (
-    INCOMING,
-    RESULTS,
-    TOKENS,
-    WITH_TANGENTS,
-    AttentionSpec,
-    Tangents,
-    Tensors,
-)
-from .base import empty_dense
-from .native.marshalling import kind
+from ...call.quantisation import dequantised
+from ...call.scalars import whole
+from ...call.spec import INCOMING, RESULTS, TOKENS, WITH_TANGENTS, AttentionSpec, Tangents, Tensors
+from ..base import empty_dense
+from ..native.marshalling import kind
 
 
 def longest(name: str, most: Any, cu: Any, total: int) -> int:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.spec import AttentionSpec, Feature, Tensors
-from .base import Backend
+from ...call.spec import AttentionSpec, Feature, Tensors
+from ..base import Backend
 
 _OF_HEADS = Feature.DROPOUT | Feature.ALIBI | Feature.BAND
 ROOM = 1 << 28  # most bytes of gathered keys and values and of their gradients

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ..call.environment import setting
-from . import gpu
+from ...call.environment import setting
+from ..shared import gpu
 from .sm90_probe import NEVER, Case, cases, complaint, launch
 
 SECONDS = 20.0  # for all of the check: a kernel that still runs then has hung

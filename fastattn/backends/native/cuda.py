@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.spec import AttentionSpec, Feature, Tensors
-from . import cuda_errors, gpu, sm90_check
-from .base import COMMON_FEATURES, Support, register
-from .native import libraries
-from .native.extents import refused
-from .native.imagined import imagined
-from .native.marshalling import launch_on, pack
-from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert
-from .preference import passes_of
-from .value_checks import check_values
+from ...call.spec import AttentionSpec, Feature, Tensors
+from ..base import COMMON_FEATURES, Support, register
+from ..preference import passes_of
+from ..shared import cuda_errors, gpu
+from ..shared.value_checks import check_values
+from . import libraries, sm90_check
+from .extents import refused
+from .imagined import imagined
+from .launcher import AFTER, PLACES, Launcher, Prepared, convert
+from .marshalling import launch_on, pack
 
 SM_80, SM_90 = 80, 90
 PASSES = {

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, empty, get_num_threads
 
-from ..call.spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tangents, Tensors
-from .base import Layout, dense_layout, in_order
-from .native import libraries
-from .native.extents import refused
-from .native.marshalling import pack, places
-from .per_sequence import backward_in_turn, second_in_turn
+from ...call.spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tangents, Tensors
+from ..base import Layout, dense_layout, in_order
+from ..shared.per_sequence import backward_in_turn, second_in_turn
+from . import libraries
+from .extents import refused
+from .marshalling import pack, places
 
 # The tensors of each pass after the call's own: field of FaCall -> `Argument.passed_as`.
 _GRADIENTS = {f"d{ARGUMENTS[name].field}": ARGUMENTS[name].passed_as for name in DIFFERENTIABLE}

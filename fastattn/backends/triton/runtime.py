@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...namespace import PACKAGE
-from .. import cuda_errors, gpu
+from ..shared import cuda_errors, gpu
 from . import launch_cache, tile_configs
 from .launch_cache import interpreted, version
 

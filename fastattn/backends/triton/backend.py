@@ -1,5 +1,5 @@
 """The backend of the Triton kernels in kernels/: what it supports, and its passes. It allocates
-their results; triton_support/job.py launches the kernels."""
+their results; job.py launches the kernels."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.spec import AttentionSpec, Feature, Tensors
-from . import gpu
-from .base import COMMON_FEATURES, Support
-from .gathered_pages import backward_of_pages
-from .gpu import on
-from .native_launcher import in_grad_order, prepared
-from .per_sequence import backward_in_turn
-from .triton_support import tile_configs
-from .triton_support.index_check import check_indices
-from .triton_support.job import Job
-from .triton_support.launch_cache import interpreted
-from .triton_support.runtime import unavailable
+from ...call.spec import AttentionSpec, Feature, Tensors
+from ..base import COMMON_FEATURES, Support
+from ..native.launcher import in_grad_order, prepared
+from ..shared import gpu
+from ..shared.gathered_pages import backward_of_pages
+from ..shared.gpu import on
+from ..shared.per_sequence import backward_in_turn
+from . import tile_configs
+from .index_check import check_indices
+from .job import Job
+from .launch_cache import interpreted
+from .runtime import unavailable
 
 
 class Triton:

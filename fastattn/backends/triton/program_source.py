@@ -28,7 +28,7 @@ from ...call.spec import AttentionSpec
 from ...namespace import PACKAGE
 from ...score_mods.bounds import Bounds, bounds
 from ...score_mods.derivatives import Derivative, Differentiation
-from ...score_mods.encoding import CAPTURED, ModText
+from ...score_mods.mod_text import CAPTURED, ModText
 from ...score_mods.program import Program, Value, needed
 
 INT32 = range(-(2**31), 2**31)
