@@ -1,9 +1,7 @@
 # make bench     verify fused attention, then time it against torch: on the GPU when torch sees one,
 #                else on the CPU. FULL=1: the long sweep. SAVE=1: write bench/results/<device>.json
-# make check     for every change: something of every part that needs no building
-# make test      something of every promise: on this machine, then
-#                Triton's kernels in its interpreter.  make test-rest  what it leaves out
-# make test-all  all tests, but of compiled GPU kernels a part. tests/README.md says what each runs
+# make test      the fast tests: on this machine, then Triton's kernels in its interpreter
+# make test-slow the slow ones, but for those of GPU kernels, which test-cuda and test-ptx run
 # make test-torch   test a wheel with several versions of torch, each in an environment of its own:
 #                VERSIONS="2.8 2.10", PYTHONS="python3.10 python3.13", SAVE=1 writes the table
 # make test-transformers   the tests of models with several versions of transformers, each in an
@@ -50,7 +48,7 @@
 #                a GPU. CUDAARCHS="80-real;120": for these, not sm_80 and 90
 #   FASTATTN_ISAS=avx2       build these CPU instruction sets, and generic; all: every one. Else what
 #                the target needs: `make bench` what this machine runs best and decodes best with,
-#                `make test` the model of AMX's tiles too, `make test-all` every one
+#                `make test` the model of AMX's tiles too, `make test-slow` every one
 
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(if $(VENV),$(VENV)/bin/python,python3)
@@ -72,7 +70,7 @@ VISION := build/vision-0.28.0
 DOCS := build/docs-tools
 DOCUMENT = PYTHONPATH=$(CURDIR)/$(DOCS) JUPYTER_PATH=$(CURDIR)/$(DOCS)/share/jupyter $(PYTHON)
 
-.PHONY: help docs test-docs docs-update bench check test test-rest test-all test-interpreter test-torch test-transformers test-arm test-gpu test-cuda test-ptx fuzz gpu wheels hub sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
+.PHONY: help docs test-docs docs-update bench test test-slow test-interpreter test-torch test-transformers test-arm test-gpu test-cuda test-ptx fuzz gpu wheels hub sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -86,12 +84,13 @@ WORKERS ?= 2
 XDIST = $$($(PYTHON) -c 'import importlib.util as u; \
 	print("-n$(WORKERS) --dist=worksteal" * bool(u.find_spec("xdist")))')
 PYTEST = $(PYTHON) -m pytest $(XDIST) --durations=20
-INTERPRET = TRITON_INTERPRET=1 $(PYTEST) -m interpreter
+INTERPRET = TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and $(if $(filter test-slow,$@),,not) slow"
 
-test test-rest test-all: $(if $(VENV),$(VISION))
-check test test-rest test-all: setup
-	@$(PYTEST) --tier=$(@:test-%=%) $(ARGS)
-	@$(INTERPRET) --tier=$(@:test-%=%) $(ARGS) || [ $$? -eq 5 ]
+# The mark `slow` says which tests are not fast: tests/README.md.
+ON_GPU_CODE := tests/cuda tests/gpu_emulation tests/triton/test_aot.py
+test test-slow: setup $(if $(VENV),$(VISION))
+	@$(PYTEST) $(if $(filter test-slow,$@),-m slow $(ON_GPU_CODE:%=--ignore=%)) $(ARGS)
+	@$(INTERPRET) $(ARGS) || [ $$? -eq 5 ]
 
 test-interpreter: setup
 	@$(INTERPRET) $(ARGS) || [ $$? -eq 5 ]
@@ -108,11 +107,11 @@ test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)
 
 test-cuda: setup
-	@FASTATTN_CUDA=on $(PYTHON) -m pytest --tier=whole tests/cuda \
+	@FASTATTN_CUDA=on $(PYTHON) -m pytest -m "" tests/cuda \
 		$(wildcard tests/gpu_emulation/tests/test_emulator*.py) tests/gpu_emulation/tests/test_probe.py $(ARGS)
 
 test-ptx: setup
-	@$(PYTEST) --tier=whole $(wildcard tests/gpu_emulation/tests/test_ptx_*.py) tests/gpu_emulation/faults/test_gpu_mutants.py $(ARGS)
+	@$(PYTEST) -m "" $(wildcard tests/gpu_emulation/tests/test_ptx_*.py) tests/gpu_emulation/faults/test_gpu_mutants.py $(ARGS)
 
 fuzz: setup
 	@$(PYTHON) -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
@@ -167,7 +166,7 @@ docs: setup $(if $(VENV),$(DOCS))
 	@echo "build/docs/index.html"
 
 test-docs: docs
-	@$(PYTHON) -m pytest --tier=whole tests/docs
+	@$(PYTHON) -m pytest -m "" tests/docs
 
 docs-update: setup $(if $(VENV),$(DOCS))
 	@$(DOCUMENT) docs/update.py $(ARGS)
@@ -205,7 +204,7 @@ export FASTATTN_CUDA ?=
 # What a target needs: `bench` few packages and this machine's best instruction sets, the others the
 # packages of development, those of EVERY_SET every set. What a later level has set up serves an
 # earlier one.
-EVERY_SET := test-rest test-all fuzz instructions
+EVERY_SET := test-slow fuzz instructions
 level := $(if $(filter-out bench,$(MAKECMDGOALS)),dev,bench)
 ifeq ($(FASTATTN_ISAS),)
 level := $(if $(filter $(EVERY_SET),$(MAKECMDGOALS)),all,$(level))

@@ -1,4 +1,4 @@
-"""Every test runs with NaN in uninitialised memory, at the chosen tier (tiers.py).
+"""Every test runs with NaN in uninitialised memory.
 
 This exposes memory that is read before it is written: torch itself fills `torch.empty`,
 `empty_like`, `new_empty`, `empty_strided` and `resize_` with NaN (integers with their maximum, so a
@@ -23,7 +23,7 @@ import torch  # noqa: E402
 # instructions of torch's oneDNN, which some virtual machines announce and then refuse.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-from tests.support import deadline, foreign_warnings, tiers  # noqa: E402
+from tests.support import foreign_warnings  # noqa: E402
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
@@ -57,11 +57,6 @@ def quicken_interpreter():
     interpreter.InterpretedFunction.__call__ = call
 
 
-def pytest_addoption(parser):
-    parser.addoption("--tier", choices=tiers.TIERS, default="all", help="see tests/README.md")
-    parser.addoption("--minutes", type=float, help="skip what does not start in so many")
-
-
 def pytest_configure(config):
     from fastattn.backends.native import libraries
     from fastattn.backends.triton.backend import interpreted
@@ -70,16 +65,9 @@ def pytest_configure(config):
         raise pytest.UsageError(f"there is nothing to test: {why}; `make setup` builds it")
     if interpreted() and importlib.util.find_spec("triton"):
         quicken_interpreter()
-    if config.option.minutes is not None:
-        config.pluginmanager.register(deadline.Deadline(config.option.minutes))
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m filter: a share is of all tests
-def pytest_collection_modifyitems(config, items):
-    from tests.support.backends import INTERPRETED
-
-    items[:], others = tiers.select(items, config.option.tier, INTERPRETED)
-    config.hook.pytest_deselected(items=others)
+def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
     for item in items:

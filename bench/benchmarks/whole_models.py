@@ -2,7 +2,7 @@
 
 Llama-like and Mistral-like models of four layers and a ViT-B/16 of transformers, "fastattn" against
 "sdpa"; and one and six of torch's encoder layers, torchvision's ViT-B/16 and OpenCLIP's ViT-B/32
-(these two if `make test-all` has installed them), converted and not. Weights are random. Both
+(these two if `make test` has installed them), converted and not. Weights are random. Both
 results are compared before either is timed: logits of unpadded positions, in training the loss and
 a gradient, and tokens in float32 only, because rounding may choose other tokens in bfloat16.
 """

@@ -18,7 +18,7 @@ _operators: list[torch.library.Library] = []
 
 
 def library(name: str) -> ModuleType:
-    """Import a module. Raises ModuleNotFoundError if `make test-all` has not installed it."""
+    """Import a module. Raises ModuleNotFoundError if `make test` has not installed it."""
     if name in NAMES:
         if FOLDER and str(FOLDER) not in sys.path:
             sys.path.append(str(FOLDER))

@@ -1,7 +1,7 @@
 """Run the CPU kernels for 64-bit Arm under qemu: `make test-arm`.
 
 python -m tests.arm                    a slice of the tests, on every instruction set of Arm
-    --tier test                        a larger slice: tests/README.md
+    -m slow                            the slow ones of these tests
     --tests tests/semantics/test_x.py  these files or folders, in place of the slice
     --cpu neoverse-n1                  another processor of qemu: this one has no bfloat16
     --library libfastattn_cpu.so       another build of the kernels for Arm, such as a wheel's
@@ -58,7 +58,7 @@ def run(tests: str, options: argparse.Namespace, library: Path) -> Run:
     report = environment.FOLDER / "reports" / f"{Path(tests).stem}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    given = [f"--tier={options.tier}", *(["-k", options.keyword] if options.keyword else [])]
+    given = ["-m", options.marks, *(["-k", options.keyword] if options.keyword else [])]
     command = ["-m", "pytest", *OPTIONS, f"--junitxml={report}", *given, tests]
     start = time.monotonic()
     done = subprocess.run(
@@ -71,7 +71,7 @@ def run(tests: str, options: argparse.Namespace, library: Path) -> Run:
     )
     empty = Outcome(0, [], Counter(), 0.0)
     outcome = read(report, time.monotonic() - start) if report.exists() else empty
-    status = 0 if done.returncode == 5 else done.returncode  # 5: no test of it is in the tier
+    status = 0 if done.returncode == 5 else done.returncode  # 5: no test of it has these marks
     return Run(tests, status, done.stdout, outcome)
 
 
@@ -97,7 +97,7 @@ def keep(outcome: Outcome, cpu: str, library: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.arm", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tier", default="check")
+    parser.add_argument("-m", dest="marks", default="not slow")
     parser.add_argument("--tests", nargs="+", default=SLICE)
     parser.add_argument("--cpu", default=environment.CPU)
     parser.add_argument("--library", type=Path, default=environment.LIBRARY)

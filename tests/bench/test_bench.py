@@ -43,6 +43,7 @@ def result(tmp_path_factory) -> dict:
     return json.loads(path.read_text()) | {"folder": folder}
 
 
+@pytest.mark.slow
 def test_a_run_records_the_machine_and_versions(result):
     assert result["schema"] == results.SCHEMA and result["complete"] and result["kind"] == "sweep"
     assert result["machine"]["cpu"]["cores"] >= 1 and result["machine"]["name"]
@@ -66,6 +67,7 @@ def test_a_run_records_the_machine_and_versions(result):
     assert result["overhead"]["errors"] == {SUBJECT: "", BASELINE: ""}
 
 
+@pytest.mark.slow
 def test_the_memory_probe_detects_a_quadratic_buffer(result):
     """torch stores the weights for dropout: 67 MB each. Our results take only 4 MB, and an
     allocator may have a few pages of that free already."""

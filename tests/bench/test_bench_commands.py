@@ -72,6 +72,7 @@ def test_short_compares_causal_with_full(capsys):
     assert ratios[1] == 0.56 and all(x > 0 for x in ratios)  # 10 / 18
 
 
+@pytest.mark.slow
 def test_overhead_measures_small_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.benchmarks.tiny_call.SMALL", (1, 4))
     monkeypatch.setattr("bench.benchmarks.launch_overhead.CALLS", 2)
@@ -95,6 +96,7 @@ def test_mha_measures_every_mode(tmp_path, capsys):
     assert capsys.readouterr().out.count("nn.MultiheadAttention") >= 4
 
 
+@pytest.mark.slow
 def test_memory_records_the_reason_of_a_failed_probe(tmp_path):
     names = ["--peers", "torch-cudnn"]
     result = run(
@@ -106,6 +108,7 @@ def test_memory_records_the_reason_of_a_failed_probe(tmp_path):
     assert "FAILED: runs on CUDA only" in console.memory_line(theirs)
 
 
+@pytest.mark.slow
 def test_the_ten_calls_run():
     pytest.importorskip("pytest_benchmark")
     options = ["-q", "--benchmark-disable", "-p", "no:cacheprovider"]
@@ -192,6 +195,7 @@ def test_tiny_calls_are_held_against_torchs_function(tmp_path):
         assert (row["aim"] == 0) == ("with gradients" in row["what"])
 
 
+@pytest.mark.slow
 def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     """Whole models at small sizes: a language model, padded, and what convert is for."""
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -208,6 +212,7 @@ def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     assert len(list(results_page.models([result]))) == 2 + len(rows)
 
 
+@pytest.mark.slow
 def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
     """At small sizes: time, and memory at two lengths."""
     result = run(tmp_path, "derivatives", "--lengths", "64", "128", "--seconds", "0.002")
@@ -218,6 +223,7 @@ def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
     assert len(list(second_order.growth(memory))) == 3
 
 
+@pytest.mark.slow
 def test_distributed_holds_ranks_against_one_and_simulates(tmp_path, capsys):
     """Two ranks at small sizes; the simulation's page is the committed one."""
     given = ["--ranks", "2", "--lengths", "64", "128", "--seconds", "0.002"]

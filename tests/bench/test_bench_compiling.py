@@ -22,6 +22,7 @@ from fastattn.backends.triton import backend as triton
 from fastattn.call import validation
 from tests.support.backends import needs_triton
 from tests.support.bench_helpers import LIMITS, case
+from tests.support.marks import parametrize
 
 QUICK = [x for grid in cases.GRIDS["quick on a GPU"] for x in grid.cases("cuda")]
 MOST = 40  # kernels of the quick sweep
@@ -131,7 +132,7 @@ def runs(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("passes, what", [(PASSES, "backward"), ((FORWARD,), FORWARD)])
+@parametrize("passes, what", [(PASSES, "backward"), ((FORWARD,), FORWARD)], fast=1)
 def test_every_kind_is_run_once_and_the_first_alone(passes, what, runs):
     few = [dataclasses.replace(x, device="cpu") for x in QUICK]
     said = precompile.ahead(few, passes)

@@ -14,6 +14,7 @@ from bench.measure import isolated_process, machine, roofline, run
 from bench.peers.registry import BASELINE, SUBJECT
 from bench.reporting import console, results
 from tests.support.bench_helpers import LIMITS, case, hurry
+from tests.support.marks import parametrize
 
 # ------------------------------------------------------------------------------- a separate process
 
@@ -51,6 +52,7 @@ def test_every_exit_status_of_a_process_is_described():
     assert told[-35] == "its process died of signal 35"
 
 
+@pytest.mark.slow
 def test_a_peer_that_crashes_loses_only_its_own_entry(crashed):
     cells = [(n, what) for n in (20, 30) for what in (FORWARD, TRAINING)]
     assert [(x["N"], x["pass"]) for x in crashed] == cells
@@ -62,7 +64,8 @@ def test_a_peer_that_crashes_loses_only_its_own_entry(crashed):
         assert set(cell["peers"]) == set(CRASHING) and not cell["peers"][BASELINE]["reason"]
 
 
-@pytest.mark.parametrize("name", CRASHING[2:])
+@pytest.mark.slow
+@parametrize("name", CRASHING[2:], fast=1)
 def test_the_entry_has_the_exit_status(name, crashed):
     first, *_, last = (cell["peers"][name]["reason"] for cell in crashed)
     kind, _, _ = name.partition(" while ")
@@ -148,7 +151,7 @@ def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
         tiny_call.measure("cpu", peers, (1,), Here([None]))
 
 
-@pytest.mark.parametrize("command", ["sweep", "decode", "overhead", "memory"])
+@parametrize("command", ["sweep", "decode", "overhead", "memory"], fast=1)
 def test_only_the_measuring_process_uses_the_gpu(command, monkeypatch, tmp_path):
     """As exclusive compute mode requires. This torch has no CUDA: using it here would raise."""
     process, probes = Here(), []

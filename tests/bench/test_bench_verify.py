@@ -17,6 +17,7 @@ from bench.measure.verify import Judge, Oracle, judged_groups, relative_errors
 from bench.peers.registry import BASELINE, PEERS, SUBJECT, Peer, arguments, chosen
 from bench.reporting import console
 from tests.support.bench_helpers import case, cells
+from tests.support.marks import parametrize
 
 REAL = fastattn.attention
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,7 +107,7 @@ def test_a_call_with_another_mask_fails(mask, monkeypatch, timed):
     assert record["status"] == "failed" and "off by" in record["reason"] and timed == []
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@parametrize("mask", MASKS, fast=4)
 @pytest.mark.parametrize("sizes", [{}, {"Hk": 2}, {"M": 13, "Hk": 1}], ids=["MHA", "GQA", "few"])
 def test_every_available_peer_passes_or_has_a_reason(mask, sizes):
     names = tuple(name for name in PEERS if name != "flex")  # it compiles for half a minute

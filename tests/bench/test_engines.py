@@ -260,6 +260,7 @@ def test_pictures_name_the_nearest_engine(saved):
 # --- engines that are installed ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [x for x in peers.PEERS if peers.PEERS[x].environment])
 def test_an_installed_engine_has_the_oracles_numbers(name):
     peer = peers.PEERS[name]

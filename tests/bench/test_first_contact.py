@@ -12,6 +12,8 @@ from bench.measure.isolated_process import Raised
 from fastattn.backends.triton import launch_cache
 from tests.bench.test_bench_gpu import US, Device
 
+pytestmark = pytest.mark.slow
+
 ON_CPU = [name for name in CHECKS if name != "clock"]
 
 

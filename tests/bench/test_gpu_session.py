@@ -26,6 +26,7 @@ def kept(folder):
     return json.loads(path.read_text()), path.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 @needs_emulator
 def test_the_rehearsal_runs_from_end_to_end(tmp_path, capfd):
     assert main(["gpu", "--rehearse", "--output", str(tmp_path)]) == 0
@@ -92,6 +93,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_killed_with_its_children(of):
     begun = time.monotonic()
     status, record, page = of(part("stubborn", STUBBORN, 2), part("obliging", OBLIGING, 2), GOOD)

@@ -404,6 +404,7 @@ def held(case):
     assert not wrong and not ledger_report.faults(rows, {case.compiler: version})
 
 
+@pytest.mark.slow
 @needs_nvcc
 @needs_triton
 @pytest.mark.parametrize(
@@ -421,6 +422,7 @@ def test_nvcc_stays_within_the_budget(case):
     held(case)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     "case",

@@ -9,6 +9,7 @@ from bench.benchmarks import storage_error
 from bench.reporting.results import FOLDER
 from tests.support.backends import not_interpreted
 from tests.support.checkout import ROOT
+from tests.support.marks import parametrize
 
 pytestmark = not_interpreted
 
@@ -53,7 +54,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert len(re.findall(r"[\d.]+% \([\d.]+%\)", text)) == 8 * len(storage_error.STORAGES)
 
 
-@pytest.mark.parametrize("data", storage_error.DATA)
+@parametrize("data", storage_error.DATA, fast=2)
 def test_the_figures_that_are_kept(data):
     """The file has today's errors, and the guide has the file's table."""
     text = (FOLDER / storage_error.FILE).read_text()

@@ -11,6 +11,7 @@ from fastattn.backends.native import libraries
 from tests.gpu_emulation.emulator import ROOT
 from tests.mutation.test_cpu_mutants import AMX_FLAGS, edits, run
 from tests.support.backends import INTERPRETED
+from tests.support.marks import parametrize
 
 TILED = (
     [] if libraries.cpu_unavailable() else [x for x in libraries.cpu_isas() if x.startswith("amx_")]
@@ -196,7 +197,7 @@ NaN not quieted
 MUTANT = edits(MUTANTS)
 
 
-@pytest.mark.parametrize("what", MUTANT)
+@parametrize("what", MUTANT, fast=1)
 def test_a_changed_rule_of_the_model_is_detected(what, tmp_path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("cuda"))
     header = tmp_path / "csrc" / "cpu" / "amx" / "amx_model.h"

@@ -11,6 +11,7 @@ from tests.cpu.test_amx_bf16_split import BLOCK, VECTORS, case, computed, every_
 from tests.support.backends import INTERPRETED, variant
 from tests.support.cases import FEATURE, Dims, build
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 from tests.support.naive import visible
 
 pytestmark = [
@@ -104,7 +105,7 @@ SEEING = {
 
 @every_tiled
 @every_shape
-@pytest.mark.parametrize("band", BANDS)
+@parametrize("band", BANDS, fast=51)
 @every_value
 def test_a_row_without_bf16_split_runs_on_vector_kernels(isa, dtype, value, band, shape):
     """Its out and LSE are those of the vector kernels, bit for bit; every other row has the bits
@@ -130,7 +131,7 @@ def kinds(x):
 
 @every_tiled
 @every_shape
-@pytest.mark.parametrize("band", ["full", "causal"])
+@parametrize("band", ["full", "causal"], fast=10)
 @every_value
 def test_non_finite_values_appear_in_every_pass(isa, dtype, value, band, shape):
     """Infinities and NaN are in the results of every pass where the vector kernels have them. The

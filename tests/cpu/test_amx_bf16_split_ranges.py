@@ -9,6 +9,7 @@ from tests.cpu.test_amx_bf16_split import VECTORS, case, computed
 from tests.support.backends import INTERPRETED
 from tests.support.cases import DTYPES, Dims
 from tests.support.error_budget import oracle
+from tests.support.marks import parametrize
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -231,7 +232,7 @@ def judge_range(isa, changes, dims, dtype):
 
 
 @every_tiled
-@pytest.mark.parametrize("what", RANGES)
+@parametrize("what", RANGES, fast=38)
 def test_small_and_large_values_err_no_more(isa, what):
     """Compared with the vector kernels: values that have planes keep all of them, and values that
     have none are never split. Some blocks of 128 keys have such values and others do not."""

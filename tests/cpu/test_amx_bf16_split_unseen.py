@@ -9,6 +9,7 @@ from tests.cpu.test_amx import every_tiled, needs_tiles
 from tests.cpu.test_amx_bf16_split import case, computed, differ, every_planed, same
 from tests.support.backends import INTERPRETED
 from tests.support.cases import Dims
+from tests.support.marks import parametrize
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -91,7 +92,7 @@ def filled(problem, names, keys, value):
 
 @every_tiled
 @every_planed
-@pytest.mark.parametrize("shape", UNSEEN_SHAPES)
+@parametrize("shape", UNSEEN_SHAPES, fast=23)
 @pytest.mark.parametrize("how", HIDING)
 def test_a_key_hidden_from_all_rows_changes_no_bit(isa, how, shape, dtype):
     """Neither the contents of the key nor its lack of planes has an effect."""

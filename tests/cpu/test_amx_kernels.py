@@ -18,6 +18,7 @@ from tests.mutation.test_cpu_mutants import build as build_kernels
 from tests.support.backends import INTERPRETED, passed, variant
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -51,7 +52,7 @@ GROUPED += ["bool_mask", "padding_mask", "float_mask+dropout", "lengths", "lengt
 
 
 @every_tiled
-@pytest.mark.parametrize("features", GROUPED)
+@parametrize("features", GROUPED, fast=8)
 def test_a_few_rows_of_grouped_heads(isa, features):
     """Heads share a tile: each takes as many of its 16 lanes as it has rows."""
     given, found = tuple(FEATURE[x] for x in features.split("+") if x), []
@@ -188,6 +189,7 @@ def of_both(library, trap, monkeypatch, problem):
 ASSEMBLED = [(1, ""), (3, "gqa+dropout"), (40, "causal"), (150, "window"), (70, "softcap+sinks")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", PRODUCTS)
 @pytest.mark.parametrize("d", [24, 64, 72])
 @pytest.mark.parametrize("m, features", ASSEMBLED)
@@ -217,6 +219,7 @@ tiles left configured
 """)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("amx_bf16" in TILED, reason="the chip does not tell what it was left with")
 @pytest.mark.parametrize("what", ASSEMBLY_MUTANTS)
 def test_a_fault_in_the_assembly_is_detected(what, tmp_path, monkeypatch):
@@ -317,6 +320,7 @@ WIDE = Dims(1, 1, 1, 256, 1024, 128, 128)
 FEW = Dims(1, 4, 1, 4, 1024, 128, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, what, dims, most_loads, most_stores",
     [

@@ -15,6 +15,7 @@ needs_valgrind = pytest.mark.skipif(bool(reason), reason=str(reason))
 # --------------------------------------------------------------------------------- what is executed
 
 
+@pytest.mark.slow
 @needs_valgrind
 @pytest.mark.skipif(
     bool(libraries.cpu_unavailable()) or not set(instructions.ISAS) <= set(libraries.cpu_isas()),
@@ -25,6 +26,7 @@ def test_no_more_instructions_than_recorded(capsys):
     assert status == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_valgrind
 def test_counts_are_the_same_in_every_run(tmp_path):
     program = instructions.build(libraries.cpu().path.resolve(), tmp_path)

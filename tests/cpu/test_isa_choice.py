@@ -15,6 +15,7 @@ from fastattn.__main__ import report, show
 from fastattn.backends.native import libraries
 from tests.support.backends import variant
 from tests.support.checkout import ROOT, configured
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.skipif(
     bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())
@@ -158,7 +159,7 @@ def levels_of(isa, text):
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are those of x86-64")
-@pytest.mark.parametrize(
+@parametrize(
     "sets, built",
     [
         ("", {"generic", *ALL.split(","), "amx_bf16", "amx_model"}),
@@ -169,6 +170,7 @@ def levels_of(isa, text):
         ("native", NATIVE),
         ("native,avx2", NATIVE | {"avx2"}),
     ],
+    fast=1,
 )
 def test_chosen_sets_are_built(tmp_path, sets, built):
     done = configured(tmp_path, FASTATTN_ISAS=sets, FASTATTN_EXTENSION="off")

@@ -23,6 +23,7 @@ from tests.sanitize_cpu.parts import PARTS
 from tests.support import build_lock
 from tests.support.backends import not_interpreted
 from tests.support.checkout import ROOT
+from tests.support.marks import parametrize
 
 pytestmark = not_interpreted
 
@@ -152,9 +153,10 @@ with guards.moved([x], {place!r}) as (y,):
 """
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "place, offset, dies",
     [("last", 76, True), ("last", 75, False), ("first", -1, True), ("first", 0, False)],
+    fast=1,
 )
 def test_the_byte_beyond_a_tensor_is_protected(place, offset, dies):
     text = TOUCH.format(root=str(ROOT), place=place, offset=offset)
@@ -262,6 +264,7 @@ def test_the_case_of_a_fault_is_among_those_that_threads_run(name):
     assert case in [[str(x) for x in call] for call in PARTS[part].calls(seed=1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_detected(name, tmp_path):
     fault = FAULTS[name]
@@ -274,6 +277,7 @@ def test_a_fault_is_detected(name, tmp_path):
     assert output.splitlines()[-1].endswith(" 1 cases, 1 findings")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["address", "threads"])
 def test_the_source_without_faults_passes(part, tmp_path):
     case = f"{part}:dense/61/float32/generic" + "/last" * (part == "address")

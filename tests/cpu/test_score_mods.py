@@ -14,6 +14,7 @@ from fastattn.score_mods.recognition import Shape
 from fastattn.score_mods.tracing import trace_mask_mod, trace_score_mod
 from tests.score_mods import trees
 from tests.support.backends import variant, variants
+from tests.support.marks import parametrize
 from tests.support.program_operators import CASES, IDS, function_of
 
 if libraries.cpu_unavailable():
@@ -53,7 +54,7 @@ def scores_of(q, k, **functions):
 # -- operators -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", libraries.cpu_isas())
+@parametrize("isa", libraries.cpu_isas(), fast=103)
 @pytest.mark.parametrize("whole, name, text", CASES, ids=IDS)
 def test_each_operator(whole, name, text, isa):
     """The scores are those of the program on torch tensors, in the same precision."""
@@ -153,7 +154,7 @@ BIASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [M, 3, 1])
+@parametrize("rows", [M, 3, 1], fast=168)
 @pytest.mark.parametrize("isa, dtype", EVERY)
 @pytest.mark.parametrize("name", BIASES)
 def test_bits_are_those_of_the_same_bias(name, isa, dtype, rows):
@@ -191,7 +192,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("rows", [M, 5])
+@parametrize("rows", [M, 5], fast=205)
 @pytest.mark.parametrize("isa, dtype", EVERY)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_those_of_the_same_mask(name, isa, dtype, rows):
@@ -234,7 +235,7 @@ CAPTURED = {
 }
 
 
-@pytest.mark.parametrize("isa, dtype", EVERY)
+@parametrize("isa, dtype", EVERY, fast=65)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_gradients_of_captured_tensors(name, isa, dtype):
     """Against float64; the gradient of a captured tensor has its own dtype."""

@@ -10,6 +10,7 @@ import fastattn
 from fastattn.backends.native import libraries
 from tests.support.backends import INTERPRETED, variant
 from tests.support.cases import DTYPES
+from tests.support.marks import parametrize
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -75,7 +76,7 @@ def calls(seed, dtype):
         yield (q, k, v), given, shown
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize("dtype", DTYPES, fast=25)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_band_gives_the_bits_of_its_mask(seed, isa, dtype):

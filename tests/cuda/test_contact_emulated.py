@@ -12,7 +12,7 @@ from tests.support.backends import passed
 from tests.support.cases import DTYPES, Dims, build
 from tests.support.error_budget import Verdict
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, pytest.mark.slow]
 every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 named = pytest.mark.parametrize
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.gpu_emulation.emulator import compiler, needs_emulator
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.slow]
 HERE = Path(__file__).parent
 PAST_THE_END = """
 import numpy as np

@@ -32,6 +32,7 @@ from tests.support.cases import (
     negative_logits,
 )
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
@@ -66,7 +67,7 @@ GROUP_OF_5 = Feature("group_of_5", "rows", dims=lambda dims: replace(dims, H=5 *
 
 
 @every_dtype
-@pytest.mark.parametrize("features", [PLAIN, *FEATURES], ids=name_of)
+@parametrize("features", [PLAIN, *FEATURES], ids=name_of, fast=11)
 def test_features(emulated, dtype, features):
     run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
 
@@ -74,7 +75,7 @@ def test_features(emulated, dtype, features):
 DECISIVE = [p for p in PAIRS if not any(x.group in (*LEFT_OUT, "lse", "values") for x in p)]
 
 
-@pytest.mark.parametrize("features", DECISIVE, ids=name_of)
+@parametrize("features", DECISIVE, ids=name_of, fast=30)
 def test_pairs_of_features(emulated, features):
     """Each in one dtype, in turn, and with more rows or more heads per key head, in turn."""
     at = DECISIVE.index(features)
@@ -195,7 +196,7 @@ def test_both_gpu_backends_have_the_same_few_rows_limit():
 # --- order ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@parametrize("lazy", [False, True], ids=["eager", "lazy"], fast=10)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("M", [1, 16])
 def test_every_schedule_gives_the_same_bits(emulated, M, schedule, lazy):

@@ -25,6 +25,7 @@ from tests.semantics.test_dense_masks import (
 from tests.support.backends import passed
 from tests.support.cases import FEATURE, Dims, build
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 BF16, F16 = torch.bfloat16, torch.float16
@@ -50,6 +51,7 @@ def judged(*problems):
     passed(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("pattern", NO_MEAN)
 def test_bits_are_those_of_every_number_added(emulated, pattern, dtype):
@@ -60,7 +62,8 @@ def test_bits_are_those_of_every_number_added(emulated, pattern, dtype):
         assert not (off := same(found, expected)), f"{form}: {off}"
 
 
-@pytest.mark.parametrize("form", HIDING)
+@pytest.mark.slow
+@parametrize("form", HIDING, fast=3)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_dense_masks(emulated, pattern, form):
     problem = case(pattern, form, BF16, dims=ONE_HEAD)
@@ -69,6 +72,7 @@ def test_dense_masks(emulated, pattern, form):
     judged(problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["causal", "left padding", "one visible"])
 def test_a_row_of_finfo_min_is_the_mean(emulated, pattern):
     problem = case(pattern, "finfo.min", BF16, dims=ONE_HEAD)
@@ -79,6 +83,7 @@ def test_a_row_of_finfo_min_is_the_mean(emulated, pattern):
     torch.testing.assert_close(found, mean, rtol=0, atol=4 * torch.finfo(BF16).eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"])
 def test_mask_planes(emulated, shape):
     """Every plane has its own tiles, with any strides."""
@@ -100,6 +105,7 @@ def test_mask_planes(emulated, shape):
         assert torch.equal(out(problem)["out"], right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [64, 128, 192, 256])
 def test_head_dims(emulated, D):
     """With tiles of every size."""
@@ -112,6 +118,7 @@ def test_head_dims(emulated, D):
 BESIDE_WIDE = {64: "", 128: "dropout+softcap", 192: "sinks", 256: "dropout"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", BESIDE_WIDE)
 def test_gradients_of_head_dims(emulated, D):
     """Bit for bit, for heads that share keys and see different blocks of them. One head sees
@@ -135,6 +142,7 @@ def test_gradients_of_head_dims(emulated, D):
         assert not off, f"{form}: {off}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["causal", "window", "lengths", "bottom_right"])
 def test_masks_inside_of_bands(emulated, features):
     """The block that adds to a gradient just before is hidden or outside the band."""
@@ -153,6 +161,7 @@ def test_masks_inside_of_bands(emulated, features):
     judged(problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_gives_the_same_bits(emulated, schedule):
     """Blocks wait only for blocks that see the tile, in any order of execution."""
@@ -163,6 +172,7 @@ def test_every_schedule_gives_the_same_bits(emulated, schedule):
         assert not same(problem.run(fastattn.attention), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [16, 256])
 def test_rows_of_finfo_min_have_gradients(emulated, D):
     """All their keys have the same weight although other rows of the tile have scores, and rows of
@@ -184,6 +194,7 @@ def products(emulated, problem, backward=False, **arguments):
     return emulated.findings[-1].multiplies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("form", HIDING)
 def test_hidden_keys_cost_no_work(emulated, form, backward):
@@ -205,6 +216,7 @@ def test_hidden_keys_cost_no_work(emulated, form, backward):
     assert least == (counted() if form == "finfo.min" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_hidden_keys_cost_no_work_in_backward(emulated, D):
     """For head dims with different tiles."""
@@ -215,6 +227,7 @@ def test_hidden_keys_cost_no_work_in_backward(emulated, D):
     assert blocks == everything / 4
 
 
+@pytest.mark.slow
 def test_numbers_that_are_no_structure(emulated):
     """-1e9 and NaN in a mask are ordinary numbers: their rows get them added."""
     problem = case("causal", "-inf", BF16, dims=ONE_HEAD)
@@ -231,6 +244,7 @@ def test_numbers_that_are_no_structure(emulated):
     assert torch.equal(found, clean)
 
 
+@pytest.mark.slow
 def test_each_site_deleted_is_caught():
     """Includes a block that starts again, for rows that see nothing but finfo.min, and one that
     waits for a block other than its neighbour. In dq, turns replace a barrier."""

@@ -24,6 +24,7 @@ from tests.support.cases import (
 )
 from tests.support.error_budget import Verdict
 from tests.support.large_logits import complaints, far_logits
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
@@ -47,19 +48,19 @@ def run_all(problems):
 
 
 @every_dtype
-@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=2)
 def test_features(emulated, dtype, features):
     run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
 
 
-@pytest.mark.parametrize("features", PAIRS, ids=name_of)
+@parametrize("features", PAIRS, ids=name_of, fast=14)
 def test_pairs_of_features(emulated, features):
     """Each in one dtype, in turn."""
     dtype = DTYPES[NAMES[PAIRS.index(features) % 2]]
     run_all([build(dims, features, dtype) for dims in SMALL])
 
 
-@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=2)
 def test_features_where_hardware_rounds_worst(emulated, features):
     """Tensor cores truncate products instead of rounding them, and exp2 has an error of 2 ulp."""
     emulated.options = dict(pessimistic=True)
@@ -98,8 +99,9 @@ def with_heads_apart(x):
 every_way = pytest.mark.parametrize("way", [shifted, with_wide_rows, with_heads_apart])
 
 
+@pytest.mark.slow
 @every_way
-@pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
+@parametrize("what", ["q", "k", "v", "dout"], fast=5)
 def test_a_tensor_that_is_not_aligned(emulated, what, way):
     """Rows consist of whole chunks, and not all chunks, or none, are 16-byte aligned."""
     problem = build(square(1, 2, 70, 24), (), torch.bfloat16)
@@ -134,8 +136,9 @@ HEAD_DIMS = {
 }
 
 
+@pytest.mark.slow
 @every_dtype
-@pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
+@parametrize("general", [False, True], ids=["plain", "general"], fast=3)
 @pytest.mark.parametrize("padded", HEAD_DIMS)
 def test_head_dims(emulated, padded, general, dtype):
     """In every kernel, with a band that ends inside tiles."""
@@ -147,8 +150,9 @@ def test_head_dims(emulated, padded, general, dtype):
 WIDE = [PLAIN, *[x for x in SINGLES if x[0].name in ("causal", "gqa", "dropout")]]
 
 
-@pytest.mark.parametrize("features", WIDE, ids=name_of)
-@pytest.mark.parametrize("d, n", [(64, 261), (128, 133)], ids=["64", "128"])
+@pytest.mark.slow
+@parametrize("features", WIDE, ids=name_of, fast=2)
+@parametrize("d, n", [(64, 261), (128, 133)], ids=["64", "128"], fast=4)
 def test_several_tiles_of_wide_heads(emulated, d, n, features):
     """Of rows and of keys, some full. The width decides what backward stores, and where."""
     run_all([build(square(1, 1, n, d), features, torch.bfloat16)])
@@ -157,7 +161,7 @@ def test_several_tiles_of_wide_heads(emulated, d, n, features):
 HIDING = [x for x in SINGLES if x[0].group in ("causal", "window", "lengths", "mask", "queries")]
 
 
-@pytest.mark.parametrize("features", [PLAIN, *HIDING], ids=name_of)
+@parametrize("features", [PLAIN, *HIDING], ids=name_of, fast=11)
 def test_hidden_keys_do_not_change_results(emulated, features):
     dims = square(1, 2, 67, 16)
     run_all([negative_logits(build(dims, features, torch.bfloat16))])
@@ -170,9 +174,13 @@ def by_columns(x):
 MASK_WAYS = (shifted, with_wide_rows, with_heads_apart, by_columns)
 
 
-@pytest.mark.parametrize("N", [134, 135], ids=["even", "odd"])
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.bfloat16, torch.float16, torch.float32], ids=lambda x: str(x)[6:]
+@pytest.mark.slow
+@parametrize("N", [134, 135], ids=["even", "odd"], fast=2)
+@parametrize(
+    "dtype",
+    [torch.bool, torch.bfloat16, torch.float16, torch.float32],
+    ids=lambda x: str(x)[6:],
+    fast=4,
 )
 def test_a_mask_in_memory_of_any_kind(emulated, dtype, N):
     """Mask elements are read in pairs, in one word or not, or one by one, with the same bits. The
@@ -220,13 +228,14 @@ def test_a_bool_mask_hides_any_score(emulated, softcap, score):
     assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
-@pytest.mark.parametrize("M", [1, 16, 63, 64, 65, 128, 129])
+@parametrize("M", [1, 16, 63, 64, 65, 128, 129], fast=24)
 @pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129])
 def test_lengths_around_tiles(emulated, M, N):
     run_all([build(Dims(1, 1, 1, M, N, 24, 24), (), torch.float16)])
 
 
-@pytest.mark.parametrize("d", [32, 160], ids=["dk and dv together", "apart"])
+@pytest.mark.slow
+@parametrize("d", [32, 160], ids=["dk and dv together", "apart"], fast=4)
 @pytest.mark.parametrize("needs_grad", ["q", "k", "v", "mask", "sinks", "kv", "qv"])
 def test_each_gradient_alone_is_the_same(emulated, needs_grad, d):
     features = [f for (f,) in SINGLES if f.name in ("key_bias_grad", "sinks")]
@@ -238,8 +247,9 @@ def test_each_gradient_alone_is_the_same(emulated, needs_grad, d):
     assert all(torch.equal(x, every[name]) for name, x in found.items())
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.slow
+@parametrize("lazy", [False, True], ids=["eager", "lazy"], fast=2)
+@parametrize("schedule", SCHEDULES, fast=8)
 @pytest.mark.parametrize("features", [f for f in SINGLES if f[0].name in ("causal", "dropout")])
 def test_every_schedule_gives_the_same_bits(emulated, features, schedule, lazy):
     problem = build(square(1, 2, 150, 40), features, torch.bfloat16)
@@ -301,5 +311,6 @@ def test_every_site_is_reached():
     assert named == {site for x in backend.findings for site in x.sites} and len(named) > 12
 
 
+@pytest.mark.slow
 def test_each_site_deleted_is_caught():
     assert survivors(run_problems) == set(FREE)

@@ -15,6 +15,7 @@ from tests.semantics import test_extents
 from tests.support.backends import passed
 from tests.support.cases import FEATURE, Dims, build, square
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = [needs_emulator, pytest.mark.usefixtures("one_thread")]
 NAMES = ("causal", "softcap", "alibi", "key_bias_grad", "sinks", "dropout", "lse_loss")
@@ -46,7 +47,7 @@ def attend(problem):
 
 
 @every_shape
-@pytest.mark.parametrize("device", [0, 1])
+@parametrize("device", [0, 1], fast=1)
 def test_a_call_runs_where_it_should(shape, device):
     """On its device, even if that is not the current one, and on the caller's stream. All kernel
     arguments are in memory of that device, also lengths, which are converted first."""
@@ -142,6 +143,7 @@ def test_a_graph_replays_with_new_values(shape):
 # ---------------------------------------------------------------------------------------- errors
 
 
+@pytest.mark.slow
 @every_shape
 @pytest.mark.parametrize("code", CODES)
 def test_each_failing_call_is_reported(shape, code):

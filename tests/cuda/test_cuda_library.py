@@ -19,6 +19,8 @@ from bench.static_gpu import cuda_library, ptxas
 from bench.static_gpu.aot import nvidia_tool
 from tests.support.checkout import ROOT
 
+pytestmark = pytest.mark.slow
+
 FORCED = os.environ.get("FASTATTN_CUDA") == "on"
 
 

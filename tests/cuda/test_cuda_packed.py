@@ -15,6 +15,7 @@ from tests.semantics.test_paged import PAGES, in_pages, of_scores
 from tests.support.argument_shapes import shapes_of
 from tests.support.backends import passed
 from tests.support.cases import DTYPES, FEATURE, name_of
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 MANY = 132  # multiprocessors: few rows of many keys are split among them
@@ -24,7 +25,7 @@ MANY = 132  # multiprocessors: few rows of many keys are split among them
 SIZES = ((5, 7), (0, 3), (1, 1), (130, 65), (3, 0), (128, 64))
 
 
-@pytest.mark.parametrize("features", CASES, ids=name_of)
+@parametrize("features", CASES, ids=name_of, fast=1)
 def test_features(features):
     """Each in one dtype, in turn."""
     made = batch(features, DTYPES[NAMES[CASES.index(features) % 2]], SIZES)
@@ -42,8 +43,9 @@ def test_few_rows_of_many_keys(names):
 
 
 # Many rows; and few rows with keys that one block takes.
-@pytest.mark.parametrize("sizes, processors", [(SIZES, 0), (((1, 141), (2, 0), (3, 70)), MANY)])
-@pytest.mark.parametrize("names", ["", *CUT])
+@pytest.mark.slow
+@parametrize("sizes, processors", [(SIZES, 0), (((1, 141), (2, 0), (3, 70)), MANY)], fast=2)
+@parametrize("names", ["", *CUT], fast=4)
 def test_a_batch_has_the_bits_of_single_calls(names, sizes, processors):
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, sizes)
     with everywhere(sm_count=processors):
@@ -74,7 +76,7 @@ def test_pages_may_begin_anywhere():
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("features", PAGED, ids=name_of)
+@parametrize("features", PAGED, ids=name_of, fast=3)
 def test_pages_have_the_bits_of_a_contiguous_cache(features):
     """For many rows, and for few with split keys; page sizes vary in turn."""
     at = PAGED.index(features)
@@ -109,7 +111,7 @@ def test_pages_are_clamped(processors, monkeypatch):
         assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@parametrize("kind", HOSTILE, fast=4)
 @pytest.mark.parametrize("processors", [0, MANY])
 def test_offsets_are_clamped(kind, processors, monkeypatch):
     """The memory around rows and keys is NaN."""
@@ -130,7 +132,7 @@ def test_gradients_where_sequences_overlap_come_to_an_end(monkeypatch):
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("shape", shapes_of("mask", PACKED.sizes)[2::4], ids=str)
+@parametrize("shape", shapes_of("mask", PACKED.sizes)[2::4], ids=str, fast=1)
 def test_a_mask_of_any_shape_has_a_gradient_of_that_shape(shape):
     given = PACKED.inputs(torch.float16) | dict(mask=values("mask", shape, torch.float16, PACKED))
 

@@ -61,6 +61,7 @@ every_dim = pytest.mark.parametrize("dim", range(4), ids=["items", "heads", "row
 DIMS = Dims(2, 2, 2, 70, 67, 24, 40)
 
 
+@pytest.mark.slow
 @every_dim
 def test_strides_past_32_bits(emulated, dim):
     near = build(DIMS, (FEATURE["bias_grad"],), torch.bfloat16)

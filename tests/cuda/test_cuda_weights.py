@@ -30,6 +30,7 @@ from tests.support.cases import (
     negative_logits,
     square,
 )
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
@@ -58,20 +59,21 @@ def weights(problem, average, **more):
 
 @every_dtype
 @every_mean
-@pytest.mark.parametrize("features", ALONE, ids=name_of)
+@parametrize("features", ALONE, ids=name_of, fast=3)
 def test_features(emulated, features, mean, dtype):
     judge([build(dims, features, DTYPES[dtype]) for dims in SHAPES], mean == "mean")
 
 
-@pytest.mark.parametrize("features", TOGETHER, ids=name_of)
+@parametrize("features", TOGETHER, ids=name_of, fast=18)
 def test_pairs_of_features(emulated, features):
     """Each in one dtype and either averaged or not, in turn."""
     turn = TOGETHER.index(features)
     judge([build(SMALL, features, DTYPES[NAMES[turn % 2]])], turn // 2 % 2 == 1)
 
 
+@pytest.mark.slow
 @every_mean
-@pytest.mark.parametrize("features", ALONE, ids=name_of)
+@parametrize("features", ALONE, ids=name_of, fast=26)
 def test_a_given_lse_is_a_constant(emulated, features, mean):
     average = mean == "mean"
     problem = with_identity(build(SMALL, features, torch.bfloat16), average)
@@ -102,8 +104,9 @@ HEAD_DIMS = {
 }
 
 
+@pytest.mark.slow
 @every_dtype
-@pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
+@parametrize("general", [False, True], ids=["plain", "general"], fast=3)
 @pytest.mark.parametrize("padded", HEAD_DIMS)
 def test_head_dims(emulated, padded, general, dtype):
     """In every kernel, with a band that ends inside tiles, averaged or not."""
@@ -115,12 +118,13 @@ def test_head_dims(emulated, padded, general, dtype):
 HIDING = [x for x in ALONE if x and x[0].group in ("causal", "window", "lengths", "mask")]
 
 
-@pytest.mark.parametrize("features", [PLAIN, *HIDING], ids=name_of)
+@parametrize("features", [PLAIN, *HIDING], ids=name_of, fast=11)
 def test_hidden_keys_do_not_change_results(emulated, features):
     judge([negative_logits(build(square(1, 2, 67, 16), features, torch.bfloat16))], False)
 
 
-@pytest.mark.parametrize("M", [0, 1, 16, 63, 64, 65, 127, 128, 129])
+@pytest.mark.slow
+@parametrize("M", [0, 1, 16, 63, 64, 65, 127, 128, 129], fast=12)
 @pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 63, 64, 65, 128, 129])
 def test_lengths_around_tiles(emulated, M, N):
     for average in (False, True):
@@ -195,9 +199,10 @@ def test_the_weights_of_modules(emulated):
     torch.testing.assert_close(found.float() @ v.float(), out.float(), rtol=0, atol=4e-3)
 
 
+@pytest.mark.slow
 @every_mean
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@parametrize("lazy", [False, True], ids=["eager", "lazy"], fast=2)
+@parametrize("schedule", SCHEDULES, fast=8)
 def test_every_schedule_gives_the_same_bits(emulated, schedule, lazy, mean):
     average = mean == "mean"
     features = [f for (f,) in SINGLES if f.name in ("causal", "dropout")]
@@ -229,6 +234,7 @@ def test_the_mean_is_that_of_the_heads(emulated):
 # --- every synchronisation is needed --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_mean
 def test_each_site_deleted_is_caught(mean):
     features = [f for (f,) in SINGLES if f.name == "key_bias_grad"]

@@ -13,6 +13,7 @@ from tests.gpu_emulation.ptx.ours import needs_nvcc
 FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 81920, 0, 96)
 
 
+@pytest.mark.slow
 @needs_nvcc
 @pytest.mark.parametrize("folder", ptxas.OF_FOLDER)
 def test_the_kernels_spill_no_more_than_allowed(folder, capsys):

@@ -66,6 +66,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("strategy, count_of", WAYS, ids=str)
@@ -233,6 +234,7 @@ def test_explain_has_the_reason_of_each_declined_strategy(four, count_of, strate
         assert words in declined[strategy] and strategy not in costs and chosen != strategy
 
 
+@pytest.mark.slow
 def test_a_requested_strategy_can_run(four):
     """Also with row_invariant, for which `auto` would not choose a ring."""
     for strategy, asking in (("ring", {"row_invariant": True}), ("ulysses", {})):

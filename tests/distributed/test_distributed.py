@@ -14,6 +14,7 @@ from fastattn.distributed import layout as layouts
 from tests.support.argument_shapes import shapes_of
 from tests.support.cases import DTYPES, FEATURE, FEATURES, Dims, build
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 MESH = (2, 2)
 RANKS = {  # the numbers of ranks, or meshes, that each strategy runs on
@@ -109,17 +110,19 @@ def divides(strategy, count, feature, dims=DIMS):
     return FEATURE[feature].dims(dims).H % dividing == 0
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "feature, strategy, count, layout",
     [(x, *way) for x in ALONE for way in BY_FEATURE if divides(*way[:2], x)],
     ids=str,
+    fast=40,
 )
 def test_features(four, feature, strategy, count, layout):
     problem, found = over(four, count, (feature,), "float32", strategy, layout)
     assert not Verdict(problem).about(found)
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.slow
+@parametrize("layout", layouts.LAYOUTS, fast=3)
 @every_strategy
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_features_together(four, dtype, strategy, count, layout):
@@ -127,7 +130,7 @@ def test_all_features_together(four, dtype, strategy, count, layout):
     assert not Verdict(problem).about(found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@parametrize("dtype", ["float32", "bfloat16"], fast=6)
 @most_ranks
 def test_all_features_together_by_the_reference(four, strategy, count, dtype):
     """Its backward, too, handles rows with keys on other ranks."""
@@ -140,7 +143,7 @@ def test_all_features_together_by_the_reference(four, strategy, count, dtype):
 SIZES = ((1, 1), (3, 3), (4, 4), (5, 9), (9, 5), (0, 6), (6, 0), (63, 7), (2, 131))
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@parametrize("layout", layouts.LAYOUTS, fast=50)
 @most_ranks
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sizes(four, size, strategy, count, layout):
@@ -173,7 +176,7 @@ def test_twice_is_the_same_bits(four, strategy, count):
 TO_ROUNDING = {"float32": 1e-6, "float64": 2e-15}  # relative to the largest value
 
 
-@pytest.mark.parametrize("dtype", TO_ROUNDING)
+@parametrize("dtype", TO_ROUNDING, fast=1)
 def test_the_table_of_equality(four, dtype):
     """`pytest -s -k table` prints the distance from one rank's results, relative to the largest."""
     right = problem_of(EVERYTHING, dtype).run(fastattn.attention, row_invariant=True)
@@ -380,6 +383,7 @@ def train(group, compiled):
     return grad
 
 
+@pytest.mark.slow
 def test_compiled_models_break_their_graph_there(four):
     for compiled, eager in zip(four.run(2, train, True), four.run(2, train, False)):
         torch.testing.assert_close(compiled, eager)

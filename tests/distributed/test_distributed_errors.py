@@ -28,6 +28,7 @@ def named(what):
 X = torch.zeros(4, 3, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what, words",
     [
@@ -308,6 +309,7 @@ def die(group, when):
     out.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "before its backward"])
 def test_a_rank_that_dies_is_reported(when):
     with ranks.ranks(3, timeout=10) as three:
@@ -320,6 +322,7 @@ def test_a_rank_that_dies_is_reported(when):
             raise found
 
 
+@pytest.mark.slow
 def test_without_a_group_there_is_advice():
     x = torch.zeros(1, 1, 2, 4)
     for call in (lambda: distributed.attention(x, x, x), lambda: distributed.shard(x)):

@@ -130,6 +130,7 @@ def explain(group):
     return str(distributed.explain(*own, group=group, mask_mod=functions("documents")[1]))
 
 
+@pytest.mark.slow
 def test_explain(four):
     for x in four.run(2, explain):
         assert "on 2 ranks" in str(x)

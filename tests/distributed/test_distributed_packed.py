@@ -93,6 +93,7 @@ def run_packed_masked(group, strategy):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, count", [("gather", 3), ("ulysses", 2)], ids=str)
 def test_every_shape_of_a_mask_of_packed_batches(four, strategy, count):
     found = four.results(count, run_packed_masked, strategy)
@@ -192,6 +193,7 @@ def packed_twice(group, strategy):
     return float((found - cut(right)).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["gather", "ulysses"])
 def test_second_derivatives_of_packed_batches(four, strategy):
     assert max(four.run(2, packed_twice, strategy)) < 1e-13

@@ -9,6 +9,7 @@ import torch
 import fastattn
 from tests.support.cases import DTYPES, FEATURE, FEATURES, Dims, build
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 MESH = (2, 2)
 # Ranks and the placement of q: an axis of (B, H, M), or "-", for each dimension of the mesh.
@@ -96,14 +97,14 @@ def over(four, count, *given, **more):
 
 
 @every_way
-@pytest.mark.parametrize("feature", ALONE)
+@parametrize("feature", ALONE, fast=57)
 def test_features(four, feature, count, axes):
     found = over(four, count, (feature,), "float32", DIMS, axes)
     assert not Verdict(problem_of((feature,), "float32")).about(found)
 
 
 @every_way
-@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize("dtype", DTYPES, fast=22)
 def test_all_features_together(four, dtype, count, axes):
     found = over(four, count, EVERYTHING, dtype, DIMS, axes)
     assert not Verdict(problem_of(EVERYTHING, dtype)).about(found)
@@ -295,6 +296,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", OTHERWISE)
 def test_tensors_with_other_placements(four, what):
     for found in four.run(2, beside, what):

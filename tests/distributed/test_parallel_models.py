@@ -323,12 +323,14 @@ def test_fsdp2(four, strategy):
     close(results_of(four, 2, by_fsdp, strategy), alone())
 
 
+@pytest.mark.slow
 @STRATEGIES
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_checkpoints(four, strategy, reentrant):
     close(results_of(four, 2, by_checkpoints, strategy, reentrant), alone())
 
 
+@pytest.mark.slow
 @STRATEGIES
 def test_compiled(four, strategy):
     close(results_of(four, 2, by_compile, strategy), alone())

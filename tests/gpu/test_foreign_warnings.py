@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.checkout import ROOT
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import warnings
 import pytest, torch

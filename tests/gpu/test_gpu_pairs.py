@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.cases import FEATURE, PAIRS, Dims, name_of, negative_logits
 from tests.support.gpu import DIM, DTYPES, build, check, compiled, judged, on_gpu  # noqa: F401  compiled is a fixture
+from tests.support.marks import parametrize
 
 pytestmark = [*on_gpu, pytest.mark.usefixtures("compiled")]
 
@@ -20,7 +21,7 @@ def problem_of(pair):
     return build(Dims(2, 2, 2, 140, 197, DIM[dtype], DIM[dtype]), pair, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=name_of)
+@parametrize("pair", PAIRS, ids=name_of, fast=947)
 @judged
 def test_pairs(name, pair):
     check(name, [problem_of(pair)])

@@ -119,6 +119,7 @@ def test_an_unavailable_instruction_set_is_a_reason():
         libraries.select_cpu_isa("mmx")
 
 
+@pytest.mark.slow
 def test_a_missing_library_is_a_reason():
     found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_LIBRARY="/nowhere.so")[0])
     assert "was not built" in found["backends"]["cpu"]["reason"]

@@ -10,6 +10,7 @@ import torch
 import fastattn
 from fastattn import flash_attn as fa
 from tests.support import flash_attn_oracle as oracle
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,7 +80,7 @@ def leaves_of(tensors, arguments):
     return [*tensors, *(x for x in [arguments.get("s_aux")] if x is not None)]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@parametrize("size", SIZES, fast=174)
 @pytest.mark.parametrize("names", PAIRS, ids=lambda x: "-".join(x) or "plain")
 def test_dense(names, size):
     M, N = SIZES[size]

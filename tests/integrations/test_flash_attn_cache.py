@@ -8,6 +8,7 @@ from fastattn import flash_attn as fa
 from fastattn.flash_attn import checks
 from tests.integrations.test_flash_attn import HK, D, H, offsets, random
 from tests.support import flash_attn_oracle as oracle
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,7 +101,7 @@ def agree(given, tolerance=1e-9):
     return out
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@parametrize("look", LOOKS, fast=87)
 @pytest.mark.parametrize("new", NEW)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, new, look):
@@ -108,7 +109,7 @@ def test_layouts(layout, new, look):
     assert out.shape == (B, M, H, 6)
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@parametrize("look", LOOKS, fast=61)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_row(layout, look):
     agree(problem(layout, "one", rows=1) | LOOKS[look])

@@ -128,6 +128,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_transformers_finds_the_installed_flash_attn(order):
     pytest.importorskip("transformers", reason="transformers is not installed")

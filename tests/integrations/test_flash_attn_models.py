@@ -172,6 +172,7 @@ def test_padding_free_batches():
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
 def test_continuous_batching(name):
     from transformers import ContinuousBatchingConfig, GenerationConfig

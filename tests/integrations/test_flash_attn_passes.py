@@ -219,6 +219,7 @@ for x, y in zip(dispatch._flash_attention_backward_op(ctx, dout), grads):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="asks for diffusers")
 def test_diffusers_runs_its_flash_backend():
     command = [sys.executable, "-W", "ignore", "-c", DIFFUSERS]

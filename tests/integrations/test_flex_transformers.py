@@ -40,6 +40,7 @@ def batch():
     return dict(input_ids=tokens, attention_mask=mask, labels=labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_is_that_of_eager_attention(name, monkeypatch):
     calls = []

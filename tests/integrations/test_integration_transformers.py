@@ -7,6 +7,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import fastattn.integrations.transformers as ours  # noqa: E402
 
+from ..support.marks import parametrize  # noqa: E402
 from ..support.transformers_families import FAMILIES, Family, inputs, made, text  # noqa: E402
 
 pytestmark = [
@@ -50,7 +51,7 @@ def worst(mine, theirs, least=0.0):
     return (mine - theirs).abs().max() / theirs.abs().max().clamp(min=least)
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
+@parametrize("padding", ["none", "left", "right", "both"], fast=22)
 @pytest.mark.parametrize("family", families("text", "encoded", "pair"))
 def test_logits_and_gradients(family, padding):
     model, given = made(family), inputs(family, padding)
@@ -75,7 +76,8 @@ def test_images_and_waves(family):
         assert worst(grads[name], x, 1e-3) < 1e-4, name
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.slow
+@parametrize("cache", ["dynamic", "static"], fast=16)
 @pytest.mark.parametrize("family", families("text", "pair"))
 def test_generate(family, cache):
     """Generate token by token from a prompt that is padded on the left."""

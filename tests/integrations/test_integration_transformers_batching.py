@@ -23,6 +23,7 @@ from fastattn.integrations import (  # noqa: E402
 )
 from fastattn.reference import attention as oracle  # noqa: E402
 
+from ..support.marks import parametrize  # noqa: E402
 from ..support.transformers_families import FAMILY, VOCABULARY, made  # noqa: E402
 
 pytestmark = [
@@ -126,7 +127,7 @@ def same(found, expected):
     return True
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize("name", NAMES, fast=2)
 def test_tokens(name, calls):
     model = made(FAMILY[name])
     expected = alone(model)

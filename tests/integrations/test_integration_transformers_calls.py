@@ -127,6 +127,7 @@ def test_weights_of_every_family(registered):
         assert number[0] == number[1] and any(number[0].values()), family.name
 
 
+@pytest.mark.slow
 def test_weights_of_compiled_models(registered):
     model, ids = made(FAMILY["GPT2"]), text("none")[0]
     model.set_attn_implementation("fastattn")
@@ -216,6 +217,7 @@ def test_beams(registered):
     assert torch.equal(*tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, padding", dict(Llama="left", Gemma2="none", Bert="right").items())
 def test_compiled(name, padding, calls):
     """The model compiles to one graph, in which a causal or bidirectional mask stays structure."""
@@ -262,6 +264,7 @@ def generated(attention):
     return model.generate(ids, **given, cache_implementation="static"), len(graphs)
 
 
+@pytest.mark.slow
 def test_a_static_cache_with_a_window_compiles_as_many_graphs_as_sdpa(registered):
     expected, most = generated("sdpa")
     found, graphs = generated("fastattn")

@@ -15,6 +15,7 @@ import fastattn.integrations.transformers as ours  # noqa: E402
 from fastattn.integrations import transformers_attention  # noqa: E402
 from fastattn.integrations.transformers_masks import StructuredMask, make_mask  # noqa: E402
 
+from ..support.marks import parametrize  # noqa: E402
 from ..support.transformers_families import FAMILY, VOCABULARY, made, text  # noqa: E402
 
 pytestmark = [
@@ -95,7 +96,7 @@ CASES = [  # transformers packs only without a cache
 ]
 
 
-@pytest.mark.parametrize("kind, place", CASES)
+@parametrize("kind, place", CASES, fast=93)
 def test_results_equal_those_of_the_dense_mask(kind, place):
     """Output and gradients are those of torch's function with transformers' dense mask."""
     M, N, row, key = PLACES[place]

@@ -20,6 +20,7 @@ import fastattn
 from bench.peers import optional_deps
 from fastattn import api
 from fastattn.integrations import diffusers as ours_for_diffusers
+from tests.support.marks import parametrize
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "nothing_is_small"),
@@ -163,7 +164,7 @@ PATCHED = [
 ]
 
 
-@pytest.mark.parametrize("build", PATCHED, ids=lambda x: x.__name__)
+@parametrize("build", PATCHED, ids=lambda x: x.__name__, fast=1)
 def test_patched(build, calls):
     before = F.scaled_dot_product_attention
     model, call, attentions = build()
@@ -290,7 +291,7 @@ def dispatch():
     assert not hasattr(found.AttentionBackendName, "FASTATTN")
 
 
-@pytest.mark.parametrize("build", [flux, qwen_image], ids=lambda x: x.__name__)
+@parametrize("build", [flux, qwen_image], ids=lambda x: x.__name__, fast=1)
 def test_a_backend_of_diffusers(build, calls, dispatch):
     model, call, attentions = build()
     spread_out(model)
@@ -337,6 +338,7 @@ def test_ranks_of_diffusers(ranks, calls, dispatch):
         ours_for_diffusers.unregister()
 
 
+@pytest.mark.slow
 def test_the_environment_of_diffusers():
     """diffusers reads DIFFUSERS_ATTN_BACKEND on import, before `register` can be called."""
     library("diffusers")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.backends import not_interpreted
+from tests.support.marks import parametrize
 from tests.support.transformers_families import LATENT, SIZES
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -105,7 +106,7 @@ def padded(where):
     return ids, mask
 
 
-@pytest.mark.parametrize("where", ("none", "right", "left"))
+@parametrize("where", ("none", "right", "left"), fast=11)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_those_of_eager(name, where, registered, counts):
     family = FAMILIES[name]

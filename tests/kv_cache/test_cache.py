@@ -12,6 +12,7 @@ import fastattn
 from fastattn import KVCache
 from tests.support import cache_model
 from tests.support.backends import not_interpreted
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
@@ -144,7 +145,7 @@ def test_pages_are_freed(page_size):
     assert cache.pages_free == cache.k_pages.shape[0]
 
 
-@pytest.mark.parametrize("seed", range(0, 40, 4))
+@parametrize("seed", range(0, 40, 4), fast=2)
 def test_against_a_model(seed):
     """Full if and only if no page is left; an error changes nothing; all rows are right."""
     assert sum(cache_model.run(x, 60) for x in range(seed, seed + 4)) > 10
@@ -164,7 +165,7 @@ def test_the_model_finds_a_cache_that_copies(monkeypatch, fault, seen):
             cache_model.run(seed, 60)
 
 
-@pytest.mark.parametrize("page_size", (4, None))
+@parametrize("page_size", (4, None), fast=1)
 def test_a_beam_step_needs_pages_for_all_but_one(page_size):
     model = Model(page_size, capacity=8)
     model.append([6, 7, 0])
@@ -312,6 +313,7 @@ def test_prompts_in_chunks_are_prompts():
     assert torch.equal(out, expected[1].transpose(0, 1))
 
 
+@pytest.mark.slow
 def test_a_deleted_fork_frees_its_pages():
     cache = KVCache(1, HK, D, capacity=8, page_size=4)
     some = torch.randn(1, HK, 4, D)

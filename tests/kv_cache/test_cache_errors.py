@@ -16,6 +16,7 @@ from fastattn.kv_cache import block_pool, cache
 from tests.kv_cache.test_cache import DV, HK, B, D, H, Model
 from tests.support.backends import not_interpreted
 from tests.support.cache_model import same, state
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
@@ -315,7 +316,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@parametrize("name", CHANGES, fast=6)
 @pytest.mark.parametrize("page_size", (4, None))
 def test_a_change_is_atomic(page_size, name):
     """Wherever torch runs out of memory. Evictions that move rows are excluded: their new places

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastattn import KVCache, Place, attention
 from tests.kv_cache.test_cache import DV, HK, B, D, H, Model
 from tests.support.backends import not_interpreted
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
@@ -87,9 +88,7 @@ def test_another_default_device():
         )
 
 
-@pytest.mark.parametrize(
-    "mode", (FakeTensorMode, lambda: torch.device("meta"), torch.inference_mode)
-)
+@parametrize("mode", (FakeTensorMode, lambda: torch.device("meta"), torch.inference_mode), fast=1)
 def test_pages_are_freed_in_any_mode(mode):
     cache = KVCache(1, HK, D, capacity=8, page_size=4, grow=True)
     k = torch.ones(1, HK, 3, D)
@@ -107,7 +106,7 @@ COPIES = {"shallow": copy.copy, "deep": copy.deepcopy}
 COPIES["pickled"] = lambda x: pickle.loads(pickle.dumps(x))
 
 
-@pytest.mark.parametrize("kind", COPIES)
+@parametrize("kind", COPIES, fast=1)
 def test_copies(kind):
     """A shallow copy is a fork. Other copies have a pool of their own, which is freed with them."""
     model = Model(4, grow=True)

@@ -9,6 +9,7 @@ import torch
 from fastattn import KVCache
 from fastattn.kv_cache import huge_pages
 from tests.support.backends import not_interpreted
+from tests.support.marks import parametrize
 
 pytestmark = not_interpreted
 
@@ -34,7 +35,7 @@ def listed():
         pytest.skip("this system has no huge pages on request")
 
 
-@pytest.mark.parametrize("storage", (None, torch.int8, "int4"), ids=str)
+@parametrize("storage", (None, torch.int8, "int4"), ids=str, fast=1)
 def test_pages_have_the_flag(listed, storage):
     """32 MiB of keys or more: malloc gives that a mapping of its own."""
     cache = KVCache(1, 8, 128, capacity=1 << 16, page_size=1 << 16, storage=storage, grow=True)

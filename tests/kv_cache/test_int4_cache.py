@@ -15,6 +15,7 @@ from fastattn.call.spec import Feature
 from tests.kv_cache.test_cache import HK, B, H, Model, check_changes
 from tests.semantics.test_int4 import every_backend
 from tests.support.backends import declares, not_interpreted
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
@@ -57,7 +58,7 @@ class Stored(Model):
 
 
 @every_backend
-@pytest.mark.parametrize("page_size", PAGES)
+@parametrize("page_size", PAGES, fast=4)
 def test_any_sequence_of_changes(name, page_size):
     declares(name, torch.float32, Feature.INT4)
     chance = random.Random(page_size or 0)

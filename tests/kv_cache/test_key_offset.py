@@ -310,6 +310,7 @@ def test_columns_that_are_values_have_no_offset():
         torch.testing.assert_close(x.double(), y, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 @not_interpreted
 def test_compiled():
     q, k, v = tensors(40)

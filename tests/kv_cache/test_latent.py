@@ -11,6 +11,7 @@ import torch
 import fastattn
 from fastattn import KVCache, mla
 from tests.support.backends import not_interpreted
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
@@ -87,7 +88,7 @@ CHANGES = [Both.append, Both.append, Both.append_packed, Both.truncate, Both.evi
 CHANGES += [Both.fork, Both.copied]
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@parametrize("storage", STORAGES, ids=str, fast=5)
 @pytest.mark.parametrize("page", [None, 1, 4, 16])
 def test_any_changes(page, storage):
     for seed in range(4):

@@ -16,6 +16,7 @@ from fastattn.call.quantisation import NAMES
 from fastattn.kv_cache import new_rows
 from tests.support.backends import every_dtype, not_interpreted
 from tests.support.cases import DTYPES
+from tests.support.marks import parametrize
 
 pytestmark = [
     not_interpreted,
@@ -207,7 +208,7 @@ def test_rows_when_subnormal_numbers_are_flushed(storage):
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("threads", (1, 2, 5))
+@parametrize("threads", (1, 2, 5), fast=13)
 @every_storage
 def test_any_number_of_threads(storage, threads):
     before = torch.get_num_threads()

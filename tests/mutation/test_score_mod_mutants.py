@@ -284,7 +284,7 @@ def test_a_fault_is_detected(module, tests, old, new):
     file = f"tests/{tests}.py" if "/" in tests else f"tests/score_mods/test_{tests}.py"
     run = [sys.executable, "-m", "tests.support.altered_module", name, old, new, file]
     done = subprocess.run(
-        [*run, "--tier=whole"],
+        [*run, "-m", ""],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -102,6 +103,7 @@ def torchs_on_two_threads():
     return torch.tensor(json.loads(done.stdout), dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_training_equals_torchs(threads):
     text, characters = standard_library()
     threads(1)

@@ -14,6 +14,7 @@ import torch
 import fastattn.examples
 from fastattn.examples import char_lm, common, complexity, long_context, memory, serve
 from tests.support.backends import INTERPRETED
+from tests.support.marks import parametrize
 
 EXAMPLES = [
     module.name
@@ -34,7 +35,7 @@ def test_the_package_lists_its_examples():
 TIMES = ": time "  # marks claims about time only
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@parametrize("name", EXAMPLES, fast=1)
 def test_example(name, tmp_path, record_property):
     """Run on one thread that sleeps when it waits, because other tests run at the same time. For
     the same reason a failed claim about time is only reported."""
@@ -59,6 +60,7 @@ def test_example(name, tmp_path, record_property):
     assert not HAS_PLOTS or picture.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun(tmp_path):
     """Ranks started by torchrun work like those that the example starts, with another strategy."""
     ours = "fastattn.examples.long_context --ranks 9 --steps 2 --length 512 --strategy usp"

@@ -22,6 +22,7 @@ from tests.nn.test_nn_transformer import (
     tokens_model,
     whole,
 )
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 
@@ -89,7 +90,7 @@ def test_attention_is_torchs(itself, bias, masks):
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("padding", [False, True])
+@parametrize("padding", [False, True], fast=20)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: " ".join(f"{v}" for v in o.values()))
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

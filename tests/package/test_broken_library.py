@@ -16,6 +16,7 @@ import torch
 
 import fastattn
 from fastattn.backends.native import elf, libraries
+from tests.support.marks import parametrize
 
 UNPRIVILEGED = 65534
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
@@ -165,7 +166,7 @@ def load_all(folder, intact):
     return {tuple(name): rest for name, *rest in map(json.loads, run.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
+@parametrize("cuda", [False, True], ids=["cpu", "cuda"], fast=2)
 @pytest.mark.parametrize("name", [*CONTENTS, *OTHERS])
 def test_a_broken_library_is_a_reason(name, cuda, reasons):
     if (name, cuda) not in reasons:
@@ -179,3 +180,12 @@ def test_a_broken_library_is_a_reason(name, cuda, reasons):
 
 def test_an_intact_library_passes(intact):
     assert elf.why_broken(intact) is None and elf.why_broken(TORCH) is None
+
+
+def test_a_missing_build_stops_pytest_with_one_message(tmp_path):
+    environment = {"FASTATTN_LIBRARY": str(tmp_path / "nothing.so"), "PATH": ""}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    output = (done.stdout + done.stderr).strip()
+    assert done.returncode == 4 and output.count("\n") == 0, output
+    assert output.startswith("ERROR: there is nothing to test: the native library was not built")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import fastattn
 import fastattn.distributed
+from tests.support.marks import parametrize
 
 PACKAGES = (
     fastattn,
@@ -352,13 +353,14 @@ def why_skipped(doc):
     return None
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("doc", "name"),
     [
         pytest.param(inspect.getdoc(x), name, id=name)
         for name, x, *_ in ALL
         if x.__doc__ and ">>> " in x.__doc__
     ],
+    fast=30,
 )
 def test_example(doc, name):
     if reason := why_skipped(doc):

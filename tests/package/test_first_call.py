@@ -28,6 +28,7 @@ from tests.support.backends import passed
 from tests.support.cases import build, square
 from tests.support.error_budget import Verdict
 from tests.support.gpu import on_every_backend
+from tests.support.marks import parametrize
 
 NOWHERE = "/dev/null/home"  # no user, not even root, can make a folder there
 compiled_triton = pytest.mark.skipif(
@@ -78,6 +79,7 @@ def emulated_gpu(monkeypatch):
     return runtime
 
 
+@pytest.mark.slow
 @needs_emulator
 def test_an_older_driver_is_a_reason_emulated(emulated_gpu):
     emulated_gpu.driver(12040)
@@ -154,7 +156,7 @@ def triton_call():
 
 
 @compiled_triton
-@pytest.mark.parametrize(
+@parametrize(
     "words, code",
     [
         ("out of memory", 2),
@@ -162,6 +164,7 @@ def triton_call():
         ("operation not permitted when stream is capturing", 900),
     ],
     ids=["memory", "driver", "capture"],
+    fast=2,
 )
 def test_a_triton_error_says_how_to_fix_it_stubbed(words, code):
     """The next call launches its kernels."""

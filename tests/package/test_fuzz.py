@@ -24,6 +24,7 @@ def fuzz(*arguments):
     return subprocess.run(given, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_half_a_minute_of_random_calls():
     """The same calls on every commit, as many as the machine makes; `make fuzz` varies seeds."""
     found = fuzz("--minutes", 0.5, "--workers", 1, "--seed", 1)

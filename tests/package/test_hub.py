@@ -108,6 +108,7 @@ def variants(hub, tmp_path_factory):
     return lay_out(hub, tmp_path_factory.mktemp("hub") / "fastattn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["importlib", "kernels"])
 def test_copies_run_beside_each_other_and_beside_the_installed_package(variants, tmp_path, way):
     if way == "kernels":

@@ -117,6 +117,7 @@ def run(program, **environment):
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_extension
 def test_calls_have_the_same_bits_and_errors_the_same_text():
     pytest.importorskip("numpy", reason="digests are of numpy's bytes")
@@ -264,6 +265,7 @@ assert more - blocks < 500, more - blocks  # none a call
 """
 
 
+@pytest.mark.slow
 def test_a_call_leaves_no_references():
     run(MANY)
 

@@ -10,6 +10,7 @@ from fastattn.backends.native import libraries, marshalling
 from tests.package.test_marshalling_calls import needs_extension, run
 from tests.support.backends import INTERPRETED
 from tests.support.checkout import configured
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
 
@@ -63,7 +64,7 @@ def test_a_torch_without_dlpack_exchange_is_a_reason(loaded, monkeypatch):
     assert "expected 2.10 or newer, which has DLPack's table" in loaded(path)
 
 
-@pytest.mark.parametrize("header", [None, "#error of an old Python"], ids=["none", "broken"])
+@parametrize("header", [None, "#error of an old Python"], ids=["none", "broken"], fast=1)
 def test_without_headers_the_reason_is_written(tmp_path, header):
     """A file with the reason replaces the extension; if that is required, it is an error."""
     python = ["-DSKBUILD_SABI_VERSION=3.10", f"-DPython_INCLUDE_DIR={tmp_path}"]
@@ -79,8 +80,8 @@ def test_without_headers_the_reason_is_written(tmp_path, header):
     assert done.returncode and "FASTATTN_EXTENSION is on, but" in " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize(
-    "wanted, reason", [("off", "FASTATTN_EXTENSION was off"), ("auto", "pip builds it")]
+@parametrize(
+    "wanted, reason", [("off", "FASTATTN_EXTENSION was off"), ("auto", "pip builds it")], fast=1
 )
 def test_without_the_extension_the_reason_is_written(tmp_path, wanted, reason):
     assert configured(tmp_path, FASTATTN_EXTENSION=wanted).returncode == 0
@@ -92,6 +93,7 @@ def test_an_unknown_value_is_refused(tmp_path):
     assert done.returncode and "got 'maybe', expected on, off or auto" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_report_has_the_reason(capsys, monkeypatch):
     from fastattn import __main__
 

@@ -220,6 +220,7 @@ def test_a_link_with_the_name_of_a_file_leads_to_it(page):
         assert Path(text).name == Path(link).name, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [README, CONTRIBUTING, ROOT / "bench" / "README.md"], ids=str)
 def test_every_make_target_named_is_one(page):
     rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), flags=re.M)

@@ -71,6 +71,7 @@ print("4 results")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", PROGRAMS, ids=lambda path: path.stem)
 def test_saved_programs_run(file):
     """A saved program contains the names of the operators' arguments."""

@@ -78,6 +78,7 @@ def test_the_users_script_runs(capsys):
     assert "torch.Size([2, 5, 16])" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_how_much_of_the_package_has_a_known_type(site):
     report = pyright(site, site, "--verifytypes", "fastattn", "--ignoreexternal")
     found = report["typeCompleteness"]

@@ -74,6 +74,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_name_binds_the_wheel_to_a_platform_and_the_stable_abi(wheel):
     assert re.fullmatch(r"fastattn-[\w.+]+-cp310-abi3-\w+\.whl", wheel.name)
     assert not wheel.name.endswith("-any.whl"), "it holds a compiled library"
@@ -130,11 +131,13 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
         assert modules <= set(archive.namelist())
 
 
+@pytest.mark.slow
 def test_one_call_away_from_the_checkout(python, tmp_path):
     where = Path(run(python, "-I", "-c", ONE_CALL, cwd=tmp_path).strip())
     assert python.parents[1] in where.parents
 
 
+@pytest.mark.slow
 def test_report_of_what_is_here(python, tmp_path):
     assert "cpu" in run(python, "-I", "-m", "fastattn", cwd=tmp_path)
     json.loads(run(python, "-I", "-m", "fastattn", "--json", cwd=tmp_path))

@@ -10,6 +10,7 @@ from fastattn.score_mods.intervals import ALL, NONE, block_classes
 from fastattn.score_mods.tracing import trace_mask_mod
 from tests.score_mods import gallery
 from tests.score_mods.trees import Tree, trees
+from tests.support.marks import parametrize
 
 N, BLOCK = 4096, 128
 ROWS = torch.arange(N)
@@ -66,7 +67,7 @@ def truth(traced, rows, keys, block_rows, block_keys, b=0, h=0):
     return [torch.tensor([[bool(f(y)) for y in x] for x in blocks]) for f in (torch.all, torch.any)]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@parametrize("name", EXACT, fast=4)
 def test_no_block_is_missed(name):
     traced = trace_mask_mod(EXACT[name])
     for b in (0, 1):

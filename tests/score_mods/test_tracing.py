@@ -24,6 +24,7 @@ from tests.score_mods.gallery import (
     H,
     N,
 )
+from tests.support.marks import parametrize
 
 INDICES = dict(
     b=torch.arange(B).view(B, 1, 1, 1),
@@ -62,7 +63,7 @@ def test_scores(name):
     assert Program.parse(program.text()) == program
 
 
-@pytest.mark.parametrize("name", SCORES)
+@parametrize("name", SCORES, fast=15)
 def test_gradients_of_scores(name):
     """Those of torch's autograd through the function itself."""
     leaf = torch.randn(B, H, N, N, dtype=torch.float64, requires_grad=True)

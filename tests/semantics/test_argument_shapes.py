@@ -18,6 +18,7 @@ from fastattn.backends.native import launcher
 from fastattn.call.spec import ARGUMENTS, Feature
 from tests.support.argument_shapes import OPTIONAL, dtypes_of, has_gradient, shapes_of
 from tests.support.backends import INTERPRETED, declares, every_backend, not_interpreted, small
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -273,7 +274,7 @@ def public(names):
 
 
 @every_backend
-@pytest.mark.parametrize("case", EVERY["dense"], ids=str)
+@parametrize("case", EVERY["dense"], ids=str, fast=257)
 @pytest.mark.parametrize("average", [False, True], ids=["heads", "average"])
 def test_every_shape_of_weights(name, case, average):
     declares(name, case.dtype, Feature.WEIGHTS)
@@ -365,7 +366,7 @@ def loss(attention, argument, given, q, x):
 
 @not_interpreted
 @every_layout
-@pytest.mark.parametrize("name", OPTIONAL)
+@parametrize("name", OPTIONAL, fast=3)
 def test_every_shape_is_mapped(name, layout):
     """A mapped argument with a shared q; and a shared argument with a mapped q."""
     laid, V = LAYOUTS[layout], EXAMPLES[layout]

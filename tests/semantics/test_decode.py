@@ -28,6 +28,7 @@ from tests.support.cases import (
     negative_logits,
 )
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = [of_cpu_blocks, pytest.mark.usefixtures("one_thread")]
 
@@ -45,7 +46,7 @@ FEATURES += [tuple(FEATURE[x] for x in names.split("+")) for names in TOGETHER]
 
 
 @every_backend
-@pytest.mark.parametrize("shape", SHAPES)
+@parametrize("shape", SHAPES, fast=51)
 @pytest.mark.parametrize("features", FEATURES, ids=name_of)
 def test_features(name, shape, features):
     found = []
@@ -64,7 +65,7 @@ TRAINED = {
 
 
 @every_backend
-@pytest.mark.parametrize("shape", TRAINED)
+@parametrize("shape", TRAINED, fast=29)
 @pytest.mark.parametrize("features", FEATURES, ids=name_of)
 def test_gradients(name, shape, features):
     dtype = torch.bfloat16 if shape == "two_rows" else torch.float32

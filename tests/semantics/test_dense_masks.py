@@ -24,6 +24,7 @@ from tests.support.backends import (
 )
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 M, N = small((201, 455), (50, 70))
@@ -101,7 +102,7 @@ NO_MEAN = [x for x in PATTERNS if x != "a row of none"]  # PLAIN gives it the me
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's scores have another unit where nothing is added")
 @every_backend
-@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize("dtype", DTYPES, fast=14)
 @pytest.mark.parametrize("pattern", NO_MEAN)
 def test_bits_are_those_of_every_number_added(name, pattern, dtype):
     """Outputs and gradients, on every instruction set."""
@@ -117,7 +118,7 @@ def test_bits_are_those_of_every_number_added(name, pattern, dtype):
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's scores have another unit where nothing is added")
 @every_backend
-@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize("dtype", DTYPES, fast=2)
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_bits_of_few_rows_are_those_of_every_number_added(name, rows, dtype):
     declares(name, DTYPES[dtype])
@@ -134,7 +135,7 @@ def test_bits_of_few_rows_are_those_of_every_number_added(name, rows, dtype):
 
 
 @every_backend
-@pytest.mark.parametrize("form", ["bool", "-inf", "finfo.min"])
+@parametrize("form", ["bool", "-inf", "finfo.min"], fast=3)
 @pytest.mark.parametrize("rows", small((1, 3, 9, 16), (1, 9)))
 def test_few_rows(name, rows, form):
     found = []
@@ -156,7 +157,7 @@ def spoiled(problem, begin, end):
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton reads a mask of few rows")
 @every_backend
-@pytest.mark.parametrize("lies", ["as it is", "column by column", "apart", "a head's own"])
+@parametrize("lies", ["as it is", "column by column", "apart", "a head's own"], fast=15)
 @pytest.mark.parametrize("form", ["bool", "-inf"])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_hidden_keys_of_few_rows_are_not_read(name, rows, form, lies):
@@ -193,7 +194,7 @@ def test_fully_hidden_rows_with_rows_of_finfo_min(name):
 
 
 @every_backend
-@pytest.mark.parametrize("form", ["bool", "-inf", "finfo.min"])
+@parametrize("form", ["bool", "-inf", "finfo.min"], fast=14)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_dense_masks(name, pattern, form):
     """Compared with the oracle, with rows that see nothing, and rows that see only finfo.min."""
@@ -226,7 +227,7 @@ def test_a_row_of_finfo_min_is_the_mean(name, pattern, threads):
 
 
 @every_backend
-@pytest.mark.parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"])
+@parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"], fast=2)
 def test_mask_planes(name, shape):
     """Every plane of a mask has its own block structure; broadcast planes share one."""
     sizes = dict(B=2, H=4, M=M, N=N)
@@ -250,7 +251,7 @@ def test_mask_planes(name, shape):
 
 
 @every_backend
-@pytest.mark.parametrize("shape", ["BHMN", "1HMN", "11MN", "1H1N"])
+@parametrize("shape", ["BHMN", "1HMN", "11MN", "1H1N"], fast=11)
 @pytest.mark.parametrize("pattern", ["causal", "blocks", "one hidden"])
 def test_gradient_of_a_mask_with_structure(name, pattern, shape):
     """Exact where the mask adds 0, and 0 where it hides, whatever was in memory."""

@@ -13,6 +13,7 @@ from torch.func import jvp, vmap
 import fastattn
 from fastattn.call.spec import DIFFERENTIABLE
 from tests.support.cases import PAIRS, PLAIN, SINGLES, build, name_of, square
+from tests.support.marks import parametrize
 from tests.torch_api.test_transforms import ABLE, EVERYTHING, K, Q, U, V, X, close, leaves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,7 +36,7 @@ def function_of(problem, name):
 
 
 @every_able
-@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=2)
 def test_features(name, features):
     """Forward and reverse mode, reverse over reverse and forward over reverse, by element."""
     f, tensors = function_of(build(DIMS, features, torch.float64), name)
@@ -44,7 +45,7 @@ def test_features(name, features):
 
 
 @every_able
-@pytest.mark.parametrize("features", PAIRS, ids=name_of)
+@parametrize("features", PAIRS, ids=name_of, fast=11)
 def test_pairs_of_features(name, features):
     """The same along random directions."""
     f, tensors = function_of(build(DIMS, features, torch.float64), name)
@@ -130,7 +131,7 @@ def test_a_row_without_visible_keys_is_constant(name, empty):
     assert out_t.isfinite().all() and lse_t.isfinite().all()
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@parametrize("compiler", ["eager", "aot_eager", "inductor"], fast=2)
 def test_attention_jvp_compiles_whole_and_is_differentiable(compiler):
     def f(*tensors):
         found = fastattn.attention_jvp(*tensors, softcap=2.0, causal=True, backend="reference")
@@ -145,6 +146,7 @@ def test_attention_jvp_compiles_whole_and_is_differentiable(compiler):
     close(compiled(Q, K, V, None, U[1], None), f(Q, K, V, None, U[1], None))
 
 
+@pytest.mark.slow
 def test_attention_jvp_compiles_once_for_every_size():
     def f(*tensors):
         return fastattn.attention_jvp(*tensors, causal=True, return_lse=True)

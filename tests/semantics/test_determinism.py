@@ -20,6 +20,7 @@ from tests.support.backends import (
     variants,
 )
 from tests.support.cases import DTYPES, FEATURE, Dims, build
+from tests.support.marks import parametrize
 
 pytestmark = not_interpreted
 
@@ -44,7 +45,7 @@ def same(found, first, where):
 
 @every_dtype
 @every_backend
-@pytest.mark.parametrize("shape", SHAPES)
+@parametrize("shape", SHAPES, fast=8)
 @pytest.mark.parametrize("kind", ["plain", "everything"])
 def test_threads_and_repeats(name, dtype, shape, kind, threads):
     declares(name, DTYPES[dtype])
@@ -60,8 +61,9 @@ def test_threads_and_repeats(name, dtype, shape, kind, threads):
                 same(found, first, f"{count} threads, {isa}")
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
+@parametrize("heads", [(8, 8), (8, 2)], ids=str, fast=2)
+@parametrize("dtype", DTYPES, fast=8)
 @pytest.mark.parametrize("length", [2048, 5001])
 def test_decoding_of_one_row_on_many_threads(heads, dtype, length, threads):
     """Chunks of keys are shared by all threads, and merged in their order."""

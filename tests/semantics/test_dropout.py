@@ -14,6 +14,7 @@ from tests.support import naive
 from tests.support.backends import DECLARED, every_backend, not_interpreted, variant, variants
 from tests.support.backends import small as at_most
 from tests.support.cases import DTYPES
+from tests.support.marks import parametrize
 
 P = 0.3
 SEED = 0x1234_5678_9ABC_DEF0
@@ -43,7 +44,7 @@ def revealed(name, seed, shape, p=P, dtype=torch.float32):
 
 
 @every_backend
-@pytest.mark.parametrize("dtype", [x for x in DECLARED if x != "float16"])
+@parametrize("dtype", [x for x in DECLARED if x != "float16"], fast=2)
 @pytest.mark.parametrize("p", [1e-3, P, 0.5, 0.9])
 def test_mask_is_philox_forward_and_backward(name, p, dtype):
     """Bit for bit, at sizes that are no multiple of a tile or of a block of four."""

@@ -11,6 +11,7 @@ from fastattn import reference
 from tests.support.cases import DTYPES
 from tests.support.error_budget import Verdict
 from tests.support.large_logit_rows import LARGE, ROWS, accumulator, far_problem
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,8 +91,9 @@ def harmless(fault, value, dtype):
 FAULTS = ("one number", "another row's tail", "a uniform row", "rows far away are empty")
 
 
+@pytest.mark.slow
 @every_problem
-@pytest.mark.parametrize("fault", FAULTS)
+@parametrize("fault", FAULTS, fast=69)
 def test_faults_are_named(fault, title, value, dtype):
     problem = far_problem(title, value, dtype)
     complaints = Verdict(problem).about(plain(problem, fault))

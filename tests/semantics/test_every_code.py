@@ -8,6 +8,7 @@ import fastattn
 from fastattn.call.int4 import INT4
 from tests.support.backends import every_dtype, not_interpreted, variant, variants
 from tests.support.cases import DTYPES
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 STORAGES = {
@@ -49,7 +50,7 @@ def is_right(found, exact, dtype, rounding=0.0):
 
 
 @every_dtype
-@pytest.mark.parametrize("rows", ROWS)
+@parametrize("rows", ROWS, fast=3)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_every_code_of_every_column(storage, rows, dtype):
     """Row and head r reads column r of a key. Of three keys a mask leaves one to a row: the others

@@ -11,6 +11,7 @@ import fastattn
 from tests.support.backends import not_interpreted, passed, variant, variants
 from tests.support.cases import DTYPES, Problem
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 H, Hk, D, Dv = 4, 2, 24, 16
@@ -142,7 +143,7 @@ def cases():
             yield form, 1, "plain", dtype
 
 
-@pytest.mark.parametrize("form, rows, given, dtype", [*cases()])
+@parametrize("form, rows, given, dtype", [*cases()], fast=3)
 def test_every_number_of_keys(form, rows, given, dtype):
     for lengths in (EVERY if rows < 8 else EDGES, LONG):
         verdict = judged(rows, lengths, DTYPES[dtype], given)

@@ -40,6 +40,7 @@ from tests.support.cases import (
 )
 from tests.support.edge_cases import SLICES
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,7 +87,7 @@ def test_a_feature_that_a_backend_does_not_name_is_declined(name):
 
 @every_dtype
 @every_backend
-@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=29)
 def test_features(name, dtype, features):
     declares(name, DTYPES[dtype])
     shapes = small(SHAPES, (square(1, 2, 5, 3), square(2, 2, 37, 17)))
@@ -94,14 +95,14 @@ def test_features(name, dtype, features):
 
 
 @every_backend
-@pytest.mark.parametrize("features, dtype", thinned(PAIRS, DECLARED), ids=name_of)
+@parametrize("features, dtype", thinned(PAIRS, DECLARED), ids=name_of, fast=26)
 def test_pairs_of_features(name, dtype, features):
     shapes = small(SHAPES, (square(1, 2, 37, 17),))
     run_all(name, [build(dims, features, DTYPES[dtype]) for dims in shapes])
 
 
 @every_backend
-@pytest.mark.parametrize("features, dtype", thinned(TRIPLES, DECLARED), ids=name_of)
+@parametrize("features, dtype", thinned(TRIPLES, DECLARED), ids=name_of, fast=73)
 def test_triples_of_features(name, dtype, features):
     shapes = small((square(2, 2, 63, 17), square(1, 1, 197, 32)), (square(2, 1, 37, 17),))
     run_all(name, [build(dims, features, DTYPES[dtype]) for dims in shapes])
@@ -109,7 +110,7 @@ def test_triples_of_features(name, dtype, features):
 
 @not_interpreted
 @every_backend
-@pytest.mark.parametrize("which, dtype", list(itertools.product(SLICES, DECLARED)))
+@parametrize("which, dtype", list(itertools.product(SLICES, DECLARED)), fast=6)
 def test_edge_cases(name, which, dtype):
     """Sizes that the other cases do not have."""
     run_all(name, edge_cases.problems(which, DTYPES[dtype]))
@@ -127,7 +128,7 @@ PROBED += [
 
 
 @every_backend
-@pytest.mark.parametrize("features, dtype", thinned(PROBED, DECLARED), ids=name_of)
+@parametrize("features, dtype", thinned(PROBED, DECLARED), ids=name_of, fast=31)
 def test_hidden_keys_do_not_change_results(name, dtype, features):
     sizes = (square(1, 2, 13, 8), square(2, 2, 131, 16))
     dims = small(sizes, (square(1, 2, 13, 8), square(1, 1, 70, 16)))
@@ -140,7 +141,7 @@ BLOCK_SKIPPERS = ["plain", "causal", "bottom_right", "window", "lengths"]
 
 
 @every_backend
-@pytest.mark.parametrize("features, dtype", thinned(BLOCK_SKIPPERS, DECLARED))
+@parametrize("features, dtype", thinned(BLOCK_SKIPPERS, DECLARED), fast=5)
 def test_lengths_around_blocks(name, dtype, features):
     """M and N at the edge of a block, one more and one less."""
     chosen = () if features == "plain" else (FEATURE[features],)
@@ -153,7 +154,7 @@ def test_lengths_around_blocks(name, dtype, features):
 
 
 @every_backend
-@pytest.mark.parametrize("group, dtype", thinned(range(10), DECLARED))
+@parametrize("group, dtype", thinned(range(10), DECLARED), fast=8)
 def test_every_head_dim(name, dtype, group):
     """D from 1 to 130, each with an equal and with a different Dv."""
     problems = []
@@ -165,7 +166,7 @@ def test_every_head_dim(name, dtype, group):
 
 
 @every_backend
-@pytest.mark.parametrize("dim, dtype", thinned([192, 256, 257, 320, 511, 512], DECLARED))
+@parametrize("dim, dtype", thinned([192, 256, 257, 320, 511, 512], DECLARED), fast=21)
 def test_large_head_dims(name, dtype, dim):
     limit = base.get(name).support.max_head_dim
     if dim > limit:
@@ -200,7 +201,7 @@ MASK_KINDS = ["bool", "same_dtype", "float32", "float32_grad", "grad"]
 
 
 @every_backend
-@pytest.mark.parametrize("kind, dtype", thinned(MASK_KINDS, DECLARED))
+@parametrize("kind, dtype", thinned(MASK_KINDS, DECLARED), fast=3)
 def test_every_broadcast_of_a_mask(name, dtype, kind):
     problems = []
     companions = ((), (FEATURE["causal"], FEATURE["dropout"], FEATURE["softcap"]))

@@ -16,6 +16,7 @@ from tests.semantics.test_paged import in_pages, of_scores
 from tests.semantics.test_storage import run, same_on_threads
 from tests.support.backends import FUSED, declares, every_dtype, not_interpreted, variant, variants
 from tests.support.cases import DTYPES, FEATURE, PLAIN, name_of
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,7 +80,7 @@ def check(name, made, pages=()):
 
 
 @every_backend
-@pytest.mark.parametrize("features", [f for f in CASES if of_scores(f)], ids=name_of)
+@parametrize("features", [f for f in CASES if of_scores(f)], ids=name_of, fast=21)
 def test_every_feature(name, features):
     declares(name, torch.float32, Feature.INT4)
     check(name, batch(features, torch.float32, d=32), (5,))
@@ -88,7 +89,7 @@ def test_every_feature(name, features):
 
 @every_backend
 @every_dtype
-@pytest.mark.parametrize("d", (32, 64, 96, 128, 160))
+@parametrize("d", (32, 64, 96, 128, 160), fast=5)
 def test_every_dtype_and_width(name, dtype, d):
     """Calls of one row, of few and of many; heads with their own keys or shared ones."""
     declares(name, DTYPES[dtype], Feature.INT4)

@@ -11,6 +11,7 @@ from tests.semantics.test_paged import in_pages
 from tests.semantics.test_storage import exact, kept, run, score_error
 from tests.support.backends import declares, of_cpu_blocks, variant, variants
 from tests.support.cases import FEATURE, PLAIN
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), of_cpu_blocks]
 
@@ -36,7 +37,7 @@ def stored_in_int8(features, dtype, sizes, d, dv=None):
 
 @on_cpu
 @halves
-@pytest.mark.parametrize("d, dv", ((32, 32), (64, 96), (128, 128), (160, 32), (576, 512)))
+@parametrize("d, dv", ((32, 32), (64, 96), (128, 128), (160, 32), (576, 512)), fast=8)
 def test_every_width_and_number_of_keys(name, dtype, d, dv):
     """One row, and a few, of heads with their own keys or shared ones; in a row and in pages."""
     declares(name, dtype, Feature.QUANTISED)

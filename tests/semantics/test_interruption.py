@@ -239,12 +239,14 @@ def test_no_memory_is_a_memory_error():
 PATHS = pytest.mark.parametrize(("threads", "extension"), [(2, "on"), (1, "off")])
 
 
+@pytest.mark.slow
 @PATHS
 def test_an_interrupt_ends_a_call(threads, extension, monkeypatch):
     monkeypatch.setenv("FASTATTN_EXTENSION", extension)
     assert output_of(INTERRUPTED + EVERY_KIND, THREADS=threads, BACKWARD=False) == "all"
 
 
+@pytest.mark.slow
 @PATHS
 def test_other_signals_and_threads_do_not(threads, extension, monkeypatch):
     monkeypatch.setenv("FASTATTN_EXTENSION", extension)
@@ -252,6 +254,7 @@ def test_other_signals_and_threads_do_not(threads, extension, monkeypatch):
     assert found.splitlines() == ["[] True", "[]"]
 
 
+@pytest.mark.slow
 @PATHS
 def test_the_process_ends_during_a_call(threads, extension, monkeypatch):
     monkeypatch.setenv("FASTATTN_EXTENSION", extension)

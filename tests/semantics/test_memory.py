@@ -22,7 +22,7 @@ from fastattn.backends.native import libraries
 from tests.support import ranks
 from tests.support.backends import every_backend, not_interpreted
 
-pytestmark = not_interpreted
+pytestmark = [not_interpreted, pytest.mark.slow]
 
 PROC = Path("/proc/self/clear_refs")
 needs_proc = pytest.mark.skipif(

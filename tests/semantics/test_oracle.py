@@ -20,6 +20,7 @@ from tests.support.cases import (
     name_of,
     square,
 )
+from tests.support.marks import parametrize
 
 ALONE = [(), *((feature,) for feature in FEATURES)]
 COMBINED = [
@@ -46,7 +47,7 @@ def test_oracle_is_the_scalar_loops(features):
         np.testing.assert_allclose(x.detach().numpy(), y, rtol=1e-12, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.parametrize("features", PAIRS, ids=name_of)
+@parametrize("features", PAIRS, ids=name_of, fast=123)
 def test_oracle_is_the_baseline_in_float64(features):
     """torch's softmax and a softmax written out agree, in values and gradients."""
     problem = build(square(2, 2, 11, 3), features, torch.float64)
@@ -69,7 +70,7 @@ def test_oracle_is_torchs_math(what):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("features", COMBINED, ids=name_of)
+@parametrize("features", COMBINED, ids=name_of, fast=1)
 def test_oracles_gradients_are_differences(features):
     problem = build(square(2, 2, 4, 3), features, torch.float64)
     if "key_lengths" in problem.kwargs:  # finite differences need finite values past the lengths

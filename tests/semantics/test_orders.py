@@ -22,6 +22,7 @@ from tests.support.backends import (
     variants,
 )
 from tests.support.cases import DTYPES, SHAPES, Dims
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,7 +75,7 @@ def holds(name, dims, dtype, order):
 
 
 @every_backend
-@pytest.mark.parametrize("order, dtype", thinned(ORDERS, list(DTYPES)))
+@parametrize("order, dtype", thinned(ORDERS, list(DTYPES)), fast=20)
 def test_every_pass_writes_in_every_order(name, order, dtype):
     """Every order gives the same values."""
     declares(name, DTYPES[dtype], Feature.TANGENTS)

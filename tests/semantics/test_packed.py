@@ -23,6 +23,7 @@ from tests.support.backends import (
 from tests.support.cases import DTYPES, FEATURE, FEATURES, PLAIN, Dims, build, lay, name_of
 from tests.support.edge_cases import inside_nan
 from tests.support.error_budget import Verdict, one_thread
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -201,7 +202,7 @@ def everywhere(name, made):
 
 
 @every_backend
-@pytest.mark.parametrize("features, dtype", thinned(CASES, DECLARED), ids=name_of)
+@parametrize("features, dtype", thinned(CASES, DECLARED), ids=name_of, fast=7)
 def test_packed(name, features, dtype):
     declares(name, DTYPES[dtype], Feature.PACKED)
     passed(everywhere(name, batch(features, DTYPES[dtype])))
@@ -223,7 +224,7 @@ def test_few_rows_of_many_keys(name, names):
 
 
 @every_backend
-@pytest.mark.parametrize("features", CASES, ids=name_of)
+@parametrize("features", CASES, ids=name_of, fast=15)
 def test_packed_has_the_bits_of_each_alone(name, features, threads):
     made = batch(features, torch.float32)
     for isa in variants(name):

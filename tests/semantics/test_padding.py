@@ -15,6 +15,7 @@ from tests.support.backends import (
 )
 from tests.support.cases import FEATURE, Dims, build
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = of_cpu_blocks
 N = 700
@@ -37,7 +38,7 @@ def masks(pattern):
 
 
 @every_backend
-@pytest.mark.parametrize("queries", [3, 200])
+@parametrize("queries", [3, 200], fast=19)
 @pytest.mark.parametrize("others", ["", "causal", "gqa+dropout", "window+softcap+lse_loss"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_skipped_blocks(name, pattern, others, queries, one_thread):
@@ -75,7 +76,7 @@ def test_masks_with_strided_keys(name, step, one_thread):
 
 
 @every_backend
-@pytest.mark.parametrize("others", ["causal", "bottom_right", "window+gqa", "lengths", "softcap"])
+@parametrize("others", ["causal", "bottom_right", "window+gqa", "lengths", "softcap"], fast=7)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_of_a_mask_that_is_not_broadcast(name, others, kind, one_thread):
     """This gradient is dS itself: 0 where a key is hidden, whatever the memory contained."""

@@ -17,6 +17,7 @@ from tests.support.backends import (
     variants,
 )
 from tests.support.cases import DTYPES, FEATURE, PLAIN
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,7 +60,7 @@ def of_scores(features):
 
 
 @every_backend
-@pytest.mark.parametrize("features", [f for f in CASES if of_scores(f)], ids=name_of)
+@parametrize("features", [f for f in CASES if of_scores(f)], ids=name_of, fast=11)
 def test_pages_have_the_bits_of_a_contiguous_cache(name, features):
     declares(name, torch.float32, Feature.PAGED)
     for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):

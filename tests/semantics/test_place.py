@@ -23,6 +23,7 @@ from tests.support.backends import (
 )
 from tests.support.cases import DTYPES, FEATURE, FEATURES, PLAIN, Dims, build, name_of
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 AXES = ("item", "head", "row", "key")  # of (B,H,M,N)
 # Cuts inside tiles and inside groups of four keys that draw together. Heads are key heads.
@@ -92,7 +93,7 @@ def in_parts(axis, function=fastattn.attention, cuts=None):
 
 
 @every_backend
-@pytest.mark.parametrize("features, axis", thinned(CASES, AXES), ids=name_of)
+@parametrize("features, axis", thinned(CASES, AXES), ids=name_of, fast=36)
 def test_parts_make_the_whole(name, features, axis):
     for dtype in ("float32", "float64") if name == "cpu" else ("float32",):
         problem = build(DIMS, features, DTYPES[dtype])
@@ -232,7 +233,7 @@ BESIDE = {
 
 
 @not_interpreted
-@pytest.mark.parametrize("rows", (1, 3, 37))
+@parametrize("rows", (1, 3, 37), fast=89)
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("what", FUNCTIONS)
 def test_functions_count_in_the_larger_call(what, beside, rows):

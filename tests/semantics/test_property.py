@@ -30,6 +30,7 @@ from tests.support.backends import (
 )
 from tests.support.cases import DTYPES, Dims, Draft
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,7 +56,7 @@ def test_any_call_is_right(name, dtype, data):
 
 
 @every_backend
-@pytest.mark.parametrize("dtype", [x for x in DECLARED if DTYPES[x].itemsize > 2])
+@parametrize("dtype", [x for x in DECLARED if DTYPES[x].itemsize > 2], fast=1)
 @given(data=st.data())
 def test_any_call_in_any_parts_is_right(name, dtype, data):
     """Calls cut along all axes at once; cuts may coincide, so some parts are empty."""
@@ -99,6 +100,7 @@ def agree(a, b, rtol):
     assert abs(dot(*a) - dot(*b)) <= rtol * (1e-3 + dot(*(map(torch.abs, x) for x in a)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FUSED, "reference"])
 @settings(max_examples=20)
 @given(data=st.data())
@@ -127,7 +129,7 @@ def test_derivatives_of_any_call_agree_with_each_other(name, data):
     agree((vjp(gradients, *x)[1](w), u), (forward_w, u), 1e-9)
 
 
-@pytest.mark.parametrize("why", REFUSED)
+@parametrize("why", REFUSED, fast=4)
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_bad_call_is_refused(why, data):

@@ -17,6 +17,7 @@ from tests.support.backends import (
     variants,
 )
 from tests.support.cases import DTYPES
+from tests.support.marks import parametrize
 from tests.support.program_operators import AT_EDGES, POINTS, at_edges, by_function
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +47,7 @@ def passes(function, dtype):
     return value.detach(), by_table, -by_q[..., 0].flatten(), -moved, bend[..., 0].flatten()
 
 
-@pytest.mark.parametrize("name", FUSED + ["reference"] * (not INTERPRETED))
+@parametrize("name", FUSED + ["reference"] * (not INTERPRETED), fast=32)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("function", small(list(AT_EDGES), IN_INTERPRETER))
 def test_derivatives_at_edges(name, function, dtype):

@@ -15,6 +15,7 @@ from fastattn.call.spec import Feature
 from fastattn.selection import key_lists, seen
 from tests.support.backends import DECLARED, declares, every_backend, not_interpreted
 from tests.support.cases import DTYPES
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 B, M, N = 2, 5, 37
@@ -119,7 +120,7 @@ def in_both(name, given, indices, block, leaves):
 
 
 @every_backend
-@pytest.mark.parametrize("dtype", DECLARED)
+@parametrize("dtype", DECLARED, fast=46)
 @pytest.mark.parametrize("what", GIVEN)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("heads", HEADS)
@@ -288,6 +289,7 @@ def test_a_local_window_in_the_same_softmax(name):
     close(fastattn.merge(parts), fastattn.attention(**x, mask=mask, return_lse=True), 1e-5)
 
 
+@pytest.mark.slow
 @not_interpreted
 def test_compiled():
     x = {name: y.requires_grad_() for name, y in tensors(4, 2, 16, 16, torch.float32).items()}

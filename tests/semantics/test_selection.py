@@ -14,6 +14,7 @@ from fastattn.backends.native import libraries
 from fastattn.selection.highest import highest
 from tests.support.backends import not_interpreted
 from tests.support.cases import DTYPES
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 ISAS = [] if libraries.cpu_unavailable() else libraries.cpu_isas()
@@ -57,7 +58,7 @@ INDEX = {
 }
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@parametrize("isa", ISAS, fast=10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", INDEX)
 def test_the_indexer_is_its_dense_form(sizes, dtype, isa):
@@ -213,6 +214,7 @@ def test_operators_are_those_that_compilers_expect(name):
     torch.library.opcheck(getattr(torch.ops.fastattn, name).default, arguments)
 
 
+@pytest.mark.slow
 def test_compiled():
     q, k, w = torch.randn(1, 4, 20, 8), torch.randn(1, 20, 8), torch.rand(1, 4, 20)
 
@@ -294,6 +296,7 @@ def test_sizes_of_zero(zero, causal):
         assert (blocks == -1).all() if none else blocks.numel() == 0 or (blocks >= 0).any()
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_choice():
     """2,000 rows and 60,000 keys: the scores would take 480 MB."""
     script = (

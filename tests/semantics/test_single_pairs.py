@@ -8,6 +8,7 @@ import torch
 
 import fastattn
 from tests.support.backends import not_interpreted, variant, variants
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 D, SCALE = 8, 0.5
@@ -48,8 +49,8 @@ def expected(q, k, v, seen, dout, dlse):
     return dict(out=out, lse=lse, dq=dq, dk=dk, dv=torch.einsum("bn,bd->bnd", p, dout))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shown", (True, False), ids=("shown", "hidden"))
+@parametrize("size", SIZES, fast=2)
+@parametrize("shown", (True, False), ids=("shown", "hidden"), fast=8)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_pair(form, shown, size):
     M, N, rows = SIZES[size]

@@ -24,6 +24,7 @@ from tests.support.backends import (
     variants,
 )
 from tests.support.cases import DTYPES
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 H, HK, D, DV, PAGE = 4, 2, 16, 24, 16
@@ -196,7 +197,7 @@ CASES += [(x, forward) for x in (ring, cache)]
 IN_PAGES = paged, one_list, by_key_head, by_head, cache
 
 
-@pytest.mark.parametrize("name", FUSED + ["reference"] * (not INTERPRETED))
+@parametrize("name", FUSED + ["reference"] * (not INTERPRETED), fast=24)
 @pytest.mark.parametrize("dtype", small(DECLARED, ["float32"]))
 @pytest.mark.parametrize("sinks", small(list(SINKS), ["one of each"]))
 @pytest.mark.parametrize("form, passes", CASES, ids=lambda x: x.__name__)

@@ -27,6 +27,7 @@ from tests.support.backends import (
 from tests.support.cases import DTYPES, FEATURE, Dims, build, square
 from tests.support.error_budget import Verdict
 from tests.support.large_logit_rows import LARGE, ROWS, far_problem
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # a constant of mmap from Python 3.13 on
@@ -181,7 +182,8 @@ FAR = [
 ]
 
 
-@pytest.mark.parametrize("value", LARGE)
+@pytest.mark.slow
+@parametrize("value", LARGE, fast=3)
 @pytest.mark.parametrize("title", ROWS)
 @pytest.mark.parametrize("name, dtype", FAR)
 def test_rows_far_from_zero(name, dtype, title, value):

@@ -27,6 +27,7 @@ from tests.support.backends import (
     variants,
 )
 from tests.support.cases import DTYPES, FEATURE, PLAIN, name_of
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -139,7 +140,7 @@ FULL = [f for f in CASES if of_scores(f)]
 
 
 @every_backend
-@pytest.mark.parametrize("features, storage", thinned(FULL, NAMES), ids=name_of)
+@parametrize("features, storage", thinned(FULL, NAMES), ids=name_of, fast=36)
 def test_quantised_cache_with_every_feature(name, features, storage):
     declares(name, torch.float32, Feature.QUANTISED)
     same(name, batch(features, torch.bfloat16), storage, (5,))
@@ -148,7 +149,7 @@ def test_quantised_cache_with_every_feature(name, features, storage):
 @every_backend
 @every_storage
 @every_dtype
-@pytest.mark.parametrize("d", (8, 33, 64, 96))
+@parametrize("d", (8, 33, 64, 96), fast=3)
 def test_quantised_cache_of_every_dtype_and_width(name, dtype, storage, d):
     """Calls of one row, of few and of many; heads with their own keys or shared ones."""
     declares(name, DTYPES[dtype], Feature.QUANTISED)
@@ -384,7 +385,7 @@ class Stored(Model):
 
 @not_interpreted
 @every_storage
-@pytest.mark.parametrize("page_size", (None, 1, 4, 16, 7))
+@parametrize("page_size", (None, 1, 4, 16, 7), fast=7)
 def test_any_sequence_of_changes_keeps_scales_with_their_rows(page_size, storage):
     changes = ("packed", "packed", "fork", "evict", "truncate")
     model, chance = Stored(page_size, NAMES[storage], grow=True), random.Random(page_size or 0)

@@ -39,6 +39,7 @@ from tests.support.cases import (
     name_of,
     square,
 )
+from tests.support.marks import parametrize
 from tests.support.tangents import complaints, directions, exact, passes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +51,7 @@ SHAPES = small(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no test of Triton")
-@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=35)
 def test_the_reference_has_the_oracles_tangents(features):
     for dims in (square(1, 2, 5, 3), square(2, 2, 23, 7)):
         problem = build(dims, features, torch.float64)
@@ -87,12 +88,13 @@ def run_all(name, problems):
 
 @every_dtype
 @every_backend
-@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=9)
 def test_features(name, dtype, features):
     declares(name, DTYPES[dtype], Feature.TANGENTS)
     run_all(name, [build(dims, features, DTYPES[dtype]) for dims in SHAPES])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="Triton declares no torch.float64")
 def test_the_worst_error_in_float64():
     """The worst error of both passes over all features, relative to each result; -s prints it."""
@@ -130,9 +132,7 @@ PAIRS = [
 
 
 @every_backend
-@pytest.mark.parametrize(
-    "features, dtype", list(zip(PAIRS, itertools.cycle(DECLARED))), ids=name_of
-)
+@parametrize("features, dtype", list(zip(PAIRS, itertools.cycle(DECLARED))), ids=name_of, fast=11)
 def test_pairs_of_features(name, dtype, features):
     declares(name, DTYPES[dtype], Feature.TANGENTS)
     run_all(name, [build(SHAPES[1], features, DTYPES[dtype])])

@@ -22,12 +22,13 @@ from tests.support.backends import (
     variants,
 )
 from tests.support.cases import DTYPES
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @every_backend
-@pytest.mark.parametrize("way, dtype", thinned(vmap_dropout.WAYS, DECLARED))
+@parametrize("way, dtype", thinned(vmap_dropout.WAYS, DECLARED), fast=7)
 def test_each_draws_as_it_does_alone(name, way, dtype):
     """In decode, too: with one row."""
     declares(name, DTYPES[dtype])
@@ -41,9 +42,7 @@ MIXED = ("items heads", "heads items")
 
 
 @every_backend
-@pytest.mark.parametrize(
-    "which, way", thinned(vmap_dropout.PASSES, small(vmap_dropout.WAYS, MIXED))
-)
+@parametrize("which, way", thinned(vmap_dropout.PASSES, small(vmap_dropout.WAYS, MIXED)), fast=5)
 def test_one_call_is_each_of_them(name, which, way):
     """The pass runs once."""
     if which not in vmap_dropout.passes_of(name):
@@ -56,7 +55,7 @@ def test_one_call_is_each_of_them(name, which, way):
 
 
 @not_interpreted
-@pytest.mark.parametrize("way", vmap_dropout.WAYS)
+@parametrize("way", vmap_dropout.WAYS, fast=3)
 def test_vmap_dropout_of_the_reference(way):
     assert vmap_dropout.draws_alike("reference", way, torch.float64)
     passed(list(vmap_dropout.complaints("reference", torch.float64, [way])))
@@ -154,6 +153,7 @@ def test_packed_batches_are_not_one_call():
         operation.plan(t, Options(max_q=2, max_k=2, dropout_batch_period=2), None)
 
 
+@pytest.mark.slow
 @not_interpreted
 def test_it_compiles_as_one_graph():
     q, k, v, _ = vmap_dropout.tensors("items", torch.float32)

@@ -22,6 +22,7 @@ from tests.support.backends import (
 )
 from tests.support.cases import DTYPES, FEATURE, FEATURES, PAIRS, PLAIN, build, name_of, square
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WITHOUT_V = [f for f in FEATURES if f.group not in ("values", "lse", "dout")]
@@ -83,8 +84,8 @@ def title(value):
 
 
 @every_backend
-@pytest.mark.parametrize(
-    "features, mean, dtype", thinned(ALONE + TOGETHER, MEANS, DECLARED), ids=title
+@parametrize(
+    "features, mean, dtype", thinned(ALONE + TOGETHER, MEANS, DECLARED), ids=title, fast=41
 )
 def test_weights(name, features, mean, dtype):
     average = mean == "mean"

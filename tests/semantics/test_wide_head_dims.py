@@ -15,6 +15,7 @@ from tests.semantics.test_storage import NAMES, same
 from tests.semantics.test_weights import about_weights
 from tests.support.backends import DECLARED, REASONS, passed, variant, variants
 from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of
+from tests.support.marks import parametrize
 
 WIDE = [x for x in REASONS if (base.get(x).support.max_head_dim or 0) >= 1024 and not REASONS[x]]
 pytestmark = [
@@ -38,7 +39,7 @@ def in_turn(*lists):
 
 
 @every_wide_backend
-@pytest.mark.parametrize("first, dtype", in_turn(range(513, 1025, 32), DECLARED))
+@parametrize("first, dtype", in_turn(range(513, 1025, 32), DECLARED), fast=2)
 def test_every_odd_head_dim(name, first, dtype):
     """D from 513 to 1023, each with another Dv, at the edge of a tile."""
     problems = []
@@ -51,11 +52,12 @@ def test_every_odd_head_dim(name, first, dtype):
 
 
 @every_wide_backend
-@pytest.mark.parametrize("features, dtype", in_turn([PLAIN, *SINGLES], DECLARED), ids=name_of)
+@parametrize("features, dtype", in_turn([PLAIN, *SINGLES], DECLARED), ids=name_of, fast=6)
 def test_features(name, features, dtype):
     run_all(name, [build(LATENT, features, DTYPES[dtype])])
 
 
+@pytest.mark.slow
 @every_wide_backend
 @pytest.mark.parametrize("dtype", DECLARED)
 @pytest.mark.parametrize("dims", FEW.values(), ids=FEW)
@@ -65,7 +67,7 @@ def test_few_rows(name, dims, dtype):
 
 
 @every_wide_backend
-@pytest.mark.parametrize("dtype", DECLARED)
+@parametrize("dtype", DECLARED, fast=2)
 def test_packed_and_in_pages(name, dtype):
     features = (FEATURE["gqa"], FEATURE["bottom_right"])
     sizes = ((5, 37), (40, 130), (1, 3))
@@ -87,7 +89,7 @@ def test_in_eight_bits(name, storage, dtype):
 
 
 @every_wide_backend
-@pytest.mark.parametrize("dtype", DECLARED)
+@parametrize("dtype", DECLARED, fast=2)
 def test_passes_with_tangents(name, dtype):
     dims = LATENT, Dims(1, 1, 1, 9, 33, 1023, 700), Dims(1, 2, 1, 1, 140, 520, 1024)
     test_tangents.run_all(name, [build(x, (FEATURE["causal"],), DTYPES[dtype]) for x in dims])

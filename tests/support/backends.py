@@ -30,7 +30,10 @@ REASONS = {
 
 
 def marks(why):
-    return [pytest.mark.skip(reason=why)] * bool(why) + [pytest.mark.interpreter] * INTERPRETED
+    """A test that backends share is slow in the interpreter: tests/features and tests/triton have
+    fast ones."""
+    interpreted = [pytest.mark.interpreter, pytest.mark.slow] * INTERPRETED
+    return [pytest.mark.skip(reason=why)] * bool(why) + interpreted
 
 
 FUSED = [pytest.param(name, marks=marks(why)) for name, why in REASONS.items()]

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import fastattn
 from tests.support.backends import not_interpreted
+from tests.support.marks import parametrize
 
 pytestmark = [
     not_interpreted,
@@ -107,13 +108,13 @@ def check(forward, compiler):
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("name", FORWARDS)
+@parametrize("name", FORWARDS, fast=1)
 def test_tracing_gives_one_graph(name):
     torch._dynamo.reset()
     check(FORWARDS[name], torch.compile(backend="eager", fullgraph=True))
 
 
-@pytest.mark.parametrize("name", ("attention", "MultiheadAttention, weights"))
+@parametrize("name", ("attention", "MultiheadAttention, weights"), fast=1)
 def test_in_one_graph_where_more_are_allowed(name):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
@@ -129,6 +130,7 @@ def test_in_one_graph_where_more_are_allowed(name):
     assert len(operators) == counter.frame_count * (1 + (name != "attention")) and operators
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("attention", "packed"))
 def test_compiled_by_inductor(name):
     torch._dynamo.reset()

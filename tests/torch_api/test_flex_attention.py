@@ -25,6 +25,7 @@ from tests.support.flex_functions import (
     modified,
     visible,
 )
+from tests.support.marks import parametrize
 from tests.support.torch_version import NO_AUX_REQUEST, needs, skip_without
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -148,6 +149,7 @@ def test_gradients_of_captured_tensors(name, form):
     torch.testing.assert_close(found.double(), right, rtol=bound, atol=bound)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     table = (TABLE[:, :40] / 4).double().detach().requires_grad_()
     q, k, v = (x[:, :, :5].double().detach() for x in tensors(heads=H, of_keys=H))
@@ -165,7 +167,7 @@ def test_second_derivatives():
 # -- torch's own, which has no gradients here ------------------------------------------------------
 
 
-@pytest.mark.parametrize("score", ["alibi", "softcap and bias", "two scores"])
+@parametrize("score", ["alibi", "softcap and bias", "two scores"], fast=4)
 @pytest.mark.parametrize("mask", ["causal", "documents of items", "heads differ"])
 def test_torchs_function(score, mask):
     given, score_mod = tensors(), ALL_SCORE_MODS[score]
@@ -277,8 +279,8 @@ def test_nothing(shape, name):
 ORDERS = {"heads first": (0, 1, 2, 3), "rows first": (0, 2, 1, 3), "items inside": (2, 0, 1, 3)}
 
 
-@pytest.mark.parametrize("name", ["alibi", "a scale for each head"])
-@pytest.mark.parametrize("order", ORDERS)
+@parametrize("name", ["alibi", "a scale for each head"], fast=2)
+@parametrize("order", ORDERS, fast=3)
 def test_the_output_lies_as_the_query(order, name):
     q, k, _ = tensors(of_keys=H)
     dims = ORDERS[order]

@@ -12,6 +12,7 @@ import fastattn
 from fastattn.call.spec import Options, Tensors
 from fastattn.score_mods.tracing import trace_score_mod
 from fastattn.score_mods.unlowered import Unlowered, is_unlowered, lowered_call
+from tests.support.marks import parametrize
 from tests.support.program_operators import CASES, IDS, function_of
 from tests.support.torch_version import NO_AUX_REQUEST, skip_without
 
@@ -104,8 +105,9 @@ OF_ONE_LENGTH = {"flex-block_mask", "flex-learned-bias", "flex-oracle", "packed"
 OF_ONE_LENGTH |= {"attention-learned-bias"}
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.slow
+@parametrize("name", CALLS, fast=2)
+@parametrize("dynamic", [None, True], ids=["static", "dynamic"], fast=18)
 def test_one_graph_with_the_bits_of_eager_code(name, dynamic):
     call = CALLS[name]
     torch._dynamo.reset()
@@ -123,7 +125,7 @@ def test_one_graph_with_the_bits_of_eager_code(name, dynamic):
             assert got is None or torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("whole, name, text", CASES, ids=IDS)
+@parametrize("whole, name, text", CASES, ids=IDS, fast=2)
 def test_every_operator(whole, name, text):
     score_mod = function_of(text, whole)
     if "~" in text:  # torch.compile does not follow it
@@ -179,7 +181,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not-strict"])
+@parametrize("strict", [True, False], ids=["strict", "not-strict"], fast=1)
 def test_an_exported_model_keeps_its_table_and_runs_at_any_length(strict):
     torch._dynamo.reset()
     model = Model()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fastattn
+from tests.support.marks import parametrize
 from tests.support.multihead_cases import (
     GRID,
     E,
@@ -27,7 +28,7 @@ from tests.support.multihead_cases import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5)], fast=1)
 def test_grid_of_options_gives_torchs_results_and_gradients(dtype, tolerance):
     for case in GRID:
         theirs, ours, inputs, kwargs = build(case, dtype)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastattn
+from tests.support.marks import parametrize
 from tests.support.multihead_cases import (
     E,
     H,
@@ -214,8 +215,9 @@ def test_autocast_gives_torchs_dtypes_and_float32_gradients(options, dtype):
                 assert error <= 6 * torch.finfo(dtype).eps * scale
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.slow
+@parametrize("dynamic", [False, True], fast=2)
+@parametrize("need_weights", [True, False], fast=2)
 def test_compiles_as_one_graph_with_gradients(need_weights, dynamic):
     torch.compiler.reset()
     ours = fastattn.MultiheadAttention(E, H, batch_first=True)

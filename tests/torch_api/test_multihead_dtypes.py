@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.marks import parametrize
 from tests.support.multihead_cases import E, L, N, S, twins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,7 +79,7 @@ def compare(theirs, ours, inputs, mode, **masks):
     return True
 
 
-@pytest.mark.parametrize("mode", MODES)
+@parametrize("mode", MODES, fast=26)
 @pytest.mark.parametrize("names", PARAMETERS)
 def test_a_parameter_of_another_dtype(names, mode):
     computed = set()

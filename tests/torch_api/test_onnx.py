@@ -10,6 +10,7 @@ from torch import nn
 
 import fastattn
 from fastattn.require_torch import TORCH_VERSION
+from tests.support.marks import parametrize
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's exporter emits warnings
@@ -118,7 +119,7 @@ CALLS = {
 
 
 @exporters
-@pytest.mark.parametrize("name", CALLS)
+@parametrize("name", CALLS, fast=1)
 def test_calls(name, exporter):
     kind, given, options = CALLS[name]
     model = kind(list(given), **options)
@@ -128,7 +129,7 @@ def test_calls(name, exporter):
 
 
 @exporters
-@pytest.mark.parametrize("need_weights", [False, True])
+@parametrize("need_weights", [False, True], fast=1)
 def test_the_module(need_weights, exporter):
     if exporter == "dynamo" and not need_weights and TORCH_VERSION < (2, 9):
         pytest.skip("the exporter of torch 2.8 has no results that are None")
@@ -140,7 +141,7 @@ def test_the_module(need_weights, exporter):
 
 
 @exporters
-@pytest.mark.parametrize("flags", [(), (None, False), (None, True, None, False, False)], ids=str)
+@parametrize("flags", [(), (None, False), (None, True, None, False, False)], ids=str, fast=1)
 def test_the_module_alone(flags, exporter):
     """The old exporter passes flags that have a default as tensors."""
     module = fastattn.MultiheadAttention(E, 4, batch_first=True).eval()
@@ -161,8 +162,9 @@ def own_encoder():
     return nn.Sequential(fastattn.nn.EncoderLayer(E, 4, 32))
 
 
+@pytest.mark.slow
 @exporters
-@pytest.mark.parametrize("build", [converted_encoder, own_encoder], ids=lambda x: x.__name__)
+@parametrize("build", [converted_encoder, own_encoder], ids=lambda x: x.__name__, fast=1)
 def test_encoders_of_any_batch_and_length(build, exporter):
     model = build().eval()
     proto = export(exporter, model, {"src": torch.randn(B, M, E)}, dynamic=["src"])

@@ -11,6 +11,7 @@ import torch._dynamo.testing
 
 import fastattn
 from fastattn.dispatch.forward_arguments import pair
+from tests.support.marks import parametrize
 from tests.support.torch_calls import everything, inputs, op_arguments, rand
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # threads would only wait for each other
@@ -61,7 +62,7 @@ def seen_by_autograd(f, tensors):
     return out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@parametrize("compiler", ["aot_eager", "inductor"], fast=1)
 def test_compile_fullgraph(attention, compiler):
     rest = everything(dtype=torch.float32)
 
@@ -98,6 +99,7 @@ for f in (attention, weights):
 """
 
 
+@pytest.mark.slow
 def test_inductor_keeps_the_operators_whole_where_the_environment_has_ci(tmp_path):
     """CI services set the variable CI: inductor then raises for an operator that has a
     decomposition but no lowering."""

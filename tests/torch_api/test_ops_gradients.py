@@ -12,6 +12,7 @@ import fastattn
 from fastattn import api
 from fastattn.call.spec import DIFFERENTIABLE
 from fastattn.dispatch.forward_arguments import flat
+from tests.support.marks import parametrize
 from tests.support.torch_calls import everything, inputs, op_arguments, rand
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # threads would only wait for each other
@@ -23,7 +24,7 @@ NAMES = ("q", "k", "v", "mask", "sinks")
 SUBSETS = [s for n in range(1, 6) for s in itertools.combinations(NAMES, n)]
 
 
-@pytest.mark.parametrize("wanted", SUBSETS, ids="+".join)
+@parametrize("wanted", SUBSETS, ids="+".join, fast=14)
 def test_gradcheck_of_every_subset_of_inputs(attention, wanted):
     q, k, v = inputs(B=1, H=2, Hk=1, M=3, N=4, D=2, Dv=3)
     rest = everything(H=2, M=3, N=4, B=1)

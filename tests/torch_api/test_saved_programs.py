@@ -174,6 +174,7 @@ def judged(name, takes, expected, alone, beside):
     torch.testing.assert_close(beside[name], expected[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_another_process(name, programs):
     judged(name, PROGRAMS[name][2], *programs)
@@ -182,6 +183,7 @@ def test_another_process(name, programs):
 PACKAGES = {"package": (converted, NEEDS), "package, decomposed": (converted, None)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
 def test_packages_of_aotinductor(tmp_path):
     def package(model, file):

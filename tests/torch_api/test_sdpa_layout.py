@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
+from tests.support.marks import parametrize
 
 ours, theirs = fastattn.scaled_dot_product_attention, F.scaled_dot_product_attention
 pytestmark = [
@@ -176,7 +177,7 @@ def compare(tensors, mask=None, **given):
         judge_gradient(name, a, b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@parametrize("layout", LAYOUTS, fast=170)
 @pytest.mark.parametrize("form", FORMS)
 def test_layouts(form, layout):
     for others in ("contiguous", "tokens", "column-major", "one-head-expanded"):
@@ -185,7 +186,7 @@ def test_layouts(form, layout):
         compare(inputs(form, layout), **given, **options(form))
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "learned"])
+@parametrize("kind", ["bool", "float", "learned"], fast=213)
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "no-mask"])
 @pytest.mark.parametrize("form", [x for x in FORMS if x != "5-D-broadcast"])
 def test_masks(form, name, kind):
@@ -331,7 +332,7 @@ def test_fake_and_meta_tensors(form, layout, given):
         assert strides(meta) == strides(wanted)
 
 
-@pytest.mark.parametrize("form, layout, given", SEEN[::2], ids=lambda x: str(x) if x else "plain")
+@parametrize("form, layout, given", SEEN[::2], ids=lambda x: str(x) if x else "plain", fast=1)
 def test_compiled(form, layout, given):
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
@@ -364,8 +365,8 @@ CHOSEN = {  # queries from x (20, 3, 4) and a mask of its rows
 }
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-@pytest.mark.parametrize("same", [False, True], ids=["another key", "the same key"])
+@parametrize("name", CHOSEN, fast=2)
+@parametrize("same", [False, True], ids=["another key", "the same key"], fast=3)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_compiled_with_sizes_that_data_decide(name, same):
     torch._dynamo.reset()

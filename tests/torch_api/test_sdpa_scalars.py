@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fastattn
+from tests.support.marks import parametrize
 
 ours, theirs = fastattn.scaled_dot_product_attention, F.scaled_dot_product_attention
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,7 +167,7 @@ def test_compiled_numbers():
         torch.testing.assert_close(attend(Q, x), theirs(Q, Q, Q, scale=x))
 
 
-@pytest.mark.parametrize("x", [torch.tensor(0.5), np.float32(0.5), np.int64(2)], ids=repr)
+@parametrize("x", [torch.tensor(0.5), np.float32(0.5), np.int64(2)], ids=repr, fast=1)
 def test_compiled_tensors_and_numpy(x):
     """The compiler does not know their values, so the graph breaks, as with torch's function."""
     found = compiled(lambda q, x: ours(q, q, q, scale=x))(Q, x)

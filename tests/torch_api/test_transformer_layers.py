@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fastattn
+from tests.support.marks import parametrize
 from tests.support.multihead_cases import E, H, L, N, S, causal_mask, spy_on_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -50,7 +51,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("options", LAYER_OPTIONS, ids=str)
+@parametrize("options", LAYER_OPTIONS, ids=str, fast=88)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("masks", MASKS)
 def test_encoder_gives_torchs_results(masks, train, options, monkeypatch):
@@ -218,7 +219,7 @@ def test_dropout_trains_in_layers_and_stops_in_eval():
     assert torch.equal(layer(x), layer(x))
 
 
-@pytest.mark.parametrize("train", [True, False])
+@parametrize("train", [True, False], fast=1)
 def test_compiled_encoder_is_one_graph_that_calls_the_module(train, monkeypatch):
     torch.compiler.reset()
     layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True).train(train)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from fastattn.backends import base
 from fastattn.call.spec import Feature
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BACKENDS = [
@@ -235,7 +236,7 @@ def verdict(transform, name, arguments=EVERYTHING):
     return "right"
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@parametrize("name", BACKENDS, fast=1)
 def test_the_table_of_transforms(name):
     verdicts = {transform: verdict(transform, name) for transform in TRANSFORMS}
     expected = {x: REFUSED.get(x, "right") for x in TRANSFORMS}

@@ -14,6 +14,7 @@ import fastattn
 from fastattn.backends import base
 from fastattn.call.spec import INDEX, Feature, Options
 from fastattn.dispatch import functorch, vmap_fold
+from tests.support.marks import parametrize
 from tests.torch_api.test_transforms import ABLE, EVERYTHING, QS, K, Q, U, V, close, rand, verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,7 +66,7 @@ def mapped(f, at, dropout):
     return vmap(one)(own[at], moves), stacked, alone, [one(fixed, u) for u in moves]
 
 
-@pytest.mark.parametrize("name", ABLE)
+@parametrize("name", ABLE, fast=4)
 @pytest.mark.parametrize("dropout", [False, True], ids=["kept", "dropout"])
 @pytest.mark.parametrize("at", ["q", "k", "v", "mask", "sinks"])
 def test_mapped_examples_equal_single_calls(name, at, dropout):
@@ -97,7 +98,7 @@ def test_tangents_run_on_another_backend_if_needed(monkeypatch):
     close(found, exact)
 
 
-@pytest.mark.parametrize("function", ["attention", "attention_weights", "attention_jvp"])
+@parametrize("function", ["attention", "attention_weights", "attention_jvp"], fast=1)
 def test_vmap_compiles_whole(function):
     run = {
         "attention": lambda q: fastattn.attention(q, K, V),

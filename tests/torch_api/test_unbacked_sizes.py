@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fastattn
+from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compilers emit warnings
 
@@ -229,8 +230,8 @@ def captured():
         yield
 
 
-@pytest.mark.parametrize(
-    "case, how", list(zip(cases(), itertools.cycle([exported, compiled]))), ids=id_of
+@parametrize(
+    "case, how", list(zip(cases(), itertools.cycle([exported, compiled]))), ids=id_of, fast=3
 )
 def test_every_dimension(case, how):
     model, *given = prepared(*case)
@@ -241,10 +242,8 @@ def test_every_dimension(case, how):
 WITH_GRADIENTS = "float mask", "sdpa", "flex, bias", "packed", "MultiheadAttention"
 
 
-@pytest.mark.parametrize("letter", ["B", "N", "T"])
-@pytest.mark.parametrize(
-    "call", ["float mask", "sdpa", "flex, bias", "packed", "MultiheadAttention"]
-)
+@parametrize("letter", ["B", "N", "T"], fast=2)
+@parametrize("call", ["float mask", "sdpa", "flex, bias", "packed", "MultiheadAttention"], fast=7)
 def test_gradients(call, letter):
     if letter not in letters_of(call):
         pytest.skip(f"no tensor has {letter}")
@@ -260,7 +259,7 @@ def first_of(results):
     return results if isinstance(results, torch.Tensor) else results[0]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "call, letter, name",
     [
         ("attention", "B", "k"),
@@ -277,6 +276,7 @@ def first_of(results):
         ("TransformerEncoderLayer", "B", "src_key_padding_mask"),
     ],
     ids="-".join,
+    fast=9,
 )
 def test_sizes_that_disagree_raise_when_the_program_runs(call, letter, name):
     model, keep, tensors = prepared(call, letter, (name,), False)

@@ -3,7 +3,7 @@ or the tests of models with several versions of transformers.
 
 python -m tests.torch_versions 2.8 2.10      these versions of torch, with this Python
     --pythons python3.10 python3.13          with each of these Pythons
-    --tier test                              a larger slice: tests/README.md
+    -m slow                                  the slow tests
     --save                                   add the outcomes to results.md and results.json
 python -m tests.torch_versions --transformers      all supported versions of transformers
     5.24                                     this one
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def run(environment: Environment, tier: str, workers: int, tests: list[str]) -> Outcome:
+def run(environment: Environment, marks: str, workers: int, tests: list[str]) -> Outcome:
     """Run the slice of these tests against the installed fastattn.
 
     The working folder has links to the tests and to bench, and no fastattn that would hide the
@@ -68,7 +68,7 @@ def run(environment: Environment, tier: str, workers: int, tests: list[str]) -> 
             (tree / name).symlink_to(ROOT / name)
     report = environment.folder / "report.xml"
     report.unlink(missing_ok=True)
-    options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--tier={tier}"]
+    options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-m", marks]
     options += [
         "-c",
         str(ROOT / "pyproject.toml"),
@@ -184,16 +184,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("versions", nargs="*")
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--pythons", nargs="+", default=[sys.executable])
-    parser.add_argument("--tier")
+    parser.add_argument("-m", dest="marks")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     if not (versions := options.versions or (VERSIONS if options.transformers else ())):
         parser.error("versions: got none, expected those of torch, such as 2.8")
-    kind, make_row, tier = Environment, row, options.tier or "check"
+    kind, make_row, marks = Environment, row, options.marks or "not slow"
     tests = [f"--ignore={ROOT / name}" for name in LEFT_OUT] + [str(ROOT / "tests")]
     if options.transformers:
-        kind, make_row, tier = OfTransformers, row_of_transformers, options.tier or "whole"
+        kind, make_row = OfTransformers, row_of_transformers
+        marks = options.marks or ""  # all
         tests = [str(x) for y in OF_MODELS for x in sorted(ROOT.glob(f"tests/integrations/{y}.py"))]
     built = None if options.transformers else wheel()
     rows, declined, bad = [], {}, 0
@@ -206,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{version}, {interpreter}: not run: {why}", flush=True)
                 continue
             about = environment.about()
-            outcome = run(environment, tier, options.workers, tests)
+            outcome = run(environment, marks, options.workers, tests)
             name = f"torch {about['torch']}, Python {about['python']}"
             if options.transformers:
                 name = f"transformers {about['transformers']}, {name}"

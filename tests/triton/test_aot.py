@@ -54,6 +54,7 @@ def kernels(request):
 class TestTables:
     pytestmark = needs_compiler
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_compiles_within_its_budget(self, kernels, case):
         import triton
@@ -62,6 +63,7 @@ class TestTables:
         wrong = {str(k): aot.faults(k, budget) for k in kernels[case]}
         assert kernels[case] and not {name: what for name, what in wrong.items() if what}
 
+    @pytest.mark.slow
     def test_products_are_those_of_the_chip(self, kernels):
         for case in CASES:
             for k in kernels[case]:
@@ -72,6 +74,7 @@ class TestTables:
                 elif k.name in ("forward", "dq", *aot.BY_KEYS):
                     assert k.mix["ffma"] and not k.mix["mma"], k
 
+    @pytest.mark.slow
     def test_every_pass_is_compiled(self, kernels):
         for arch in (80, 90):
             names = {k.name for case in CASES if case.arch == arch for k in kernels[case]}

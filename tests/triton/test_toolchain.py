@@ -177,6 +177,7 @@ def run_with(driver, cache, *arguments, **environment):
     return (*json.loads(done.stdout), done.stderr)
 
 
+@pytest.mark.slow
 @needs_triton
 @needs_compiler
 def test_triton_launches_where_it_is_reported_available(driver, tmp_path):

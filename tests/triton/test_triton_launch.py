@@ -13,6 +13,7 @@ from bench.benchmarks import launch_overhead
 from fastattn.backends.triton import job, launch_cache, runtime, tile_configs
 from fastattn.backends.triton.backend import Triton
 from fastattn.call import spec, validation
+from tests.support.marks import parametrize
 
 pytestmark = [
     pytest.mark.skipif(
@@ -124,7 +125,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize("kind", KINDS, fast=2)
 def test_a_second_call_derives_nothing(kind, stub, derived, monkeypatch):
     """It launches the binary that Triton would, with the same arguments."""
     s, t = described(**KINDS[kind])
@@ -142,7 +143,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@parametrize("seed", range(4), fast=1)
 def test_every_layout_has_the_kernel_that_triton_picks(seed, stub, derived, monkeypatch):
     """Layouts of one spec: pointers aligned to 16 bytes or not; strides of 1, multiples of 16, or
     others. Each layout is launched again after all others."""
@@ -173,7 +174,7 @@ def test_offsets_of_any_integers_and_address(stub, derived, monkeypatch):
         assert found == as_triton(monkeypatch, stub, forward, s, other)
 
 
-@pytest.mark.parametrize("M, N", [(20, 70), (1, 4000)])
+@parametrize("M, N", [(20, 70), (1, 4000)], fast=1)
 def test_pages_of_any_table(M, N, stub, derived, monkeypatch):
     """Tables of either integer type and any alignment share one spec."""
     _, t = described(**packed(M, N))
@@ -189,7 +190,7 @@ def test_pages_of_any_table(M, N, stub, derived, monkeypatch):
         assert found == as_triton(monkeypatch, stub, forward, s, other)
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
+@parametrize("strided", [False, True], ids=["whole", "strided"], fast=1)
 def test_gradients_of_any_layout(strided, stub, monkeypatch):
     s, t = described()
     out, normaliser = Triton().forward(s, t)

@@ -51,6 +51,7 @@ def test_a_build_of_another_name_has_a_version(monkeypatch):
     assert tile_configs.triton_version.__wrapped__() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import", "probe"])
 def test_flops_are_counted_in_either_order_of_imports(first):
     code = """

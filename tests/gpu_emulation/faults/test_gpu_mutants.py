@@ -14,7 +14,7 @@ from tests.gpu_emulation.faults import detect, slices, table
 from tests.gpu_emulation.ptx import ours
 from tests.support.backends import needs_triton
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, pytest.mark.slow]
 MARKS = {"ptx": [ours.needs_nvcc], "sm90": [ours.needs_nvcc], "triton": [needs_triton]}
 
 

@@ -20,7 +20,7 @@ from tests.gpu_emulation.emulator import KERNELS, Emulator, altered, needs_emula
 from tests.gpu_emulation.misuses import RIGHT, WRONG, check_right, check_wrong
 from tests.gpu_emulation.tests import test_emulator_banks, test_emulator_misuse
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.slow]
 SOURCES = (probe.SOURCE, *misuses.SOURCES, test_emulator_banks.SOURCE)
 OTHER_CHECKS = (
     test_emulator_misuse.test_unwritten_registers_have_all_bits_set,

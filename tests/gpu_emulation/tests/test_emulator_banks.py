@@ -11,6 +11,7 @@ import fastattn
 from tests.gpu_emulation.emulated import everywhere
 from tests.gpu_emulation.emulator import EMULATOR, KERNELS, Emulator, aligned, needs_emulator
 from tests.support.cases import FEATURE, Dims, build
+from tests.support.marks import parametrize
 
 pytestmark = needs_emulator
 SOURCE = EMULATOR / "banks.cu"
@@ -37,7 +38,7 @@ def test_the_swizzle_is_free_of_conflicts(emulator):
         assert banks_of_tile(emulator, columns) == expected
 
 
-@pytest.mark.parametrize("columns", COLUMNS)
+@parametrize("columns", COLUMNS, fast=1)
 def test_a_tile_without_its_swizzle_is_detected(tmp_path, columns):
     """The sources with one term changed."""
     text = (KERNELS / "tile.cuh").read_text()

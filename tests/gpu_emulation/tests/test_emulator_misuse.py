@@ -16,7 +16,7 @@ from tests.gpu_emulation.emulator import (
 )
 from tests.gpu_emulation.misuses import RIGHT, WRONG, check_right, check_wrong, run_misuse
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

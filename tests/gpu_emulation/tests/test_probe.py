@@ -44,6 +44,7 @@ def test_exactly_the_listed_cases_are_committed(record_property):
         record_property("notice", notice)
 
 
+@pytest.mark.slow
 @needs_emulator
 @every_case
 def test_the_emulator_gives_what_is_committed(emulator, name):

@@ -12,6 +12,8 @@ from tests.gpu_emulation.emulator import IN_ORDER, RANDOM, needs_emulator
 from tests.gpu_emulation.ptx import ours
 from tests.gpu_emulation.ptx.library import Executor
 
+pytestmark = pytest.mark.slow
+
 every_case = pytest.mark.parametrize("name", probe90.CASES)
 WAYS = ((RANDOM, True), (IN_ORDER, False))  # (schedule, whether copies land late)
 

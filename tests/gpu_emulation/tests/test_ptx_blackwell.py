@@ -285,6 +285,7 @@ def multiply(executor, kind, spans, add=True, loose=True, seed=0, **options):
 SPANS = [(1, 1), (2, 4), (4, 8), (8, 2), (8, 8)]
 
 
+@pytest.mark.slow
 @named("spans", SPANS, ids=lambda x: "-".join(str(16 * i) for i in x))
 @named("kind", KINDS, ids=lambda x: x.name)
 def test_products(executor, kind, spans):

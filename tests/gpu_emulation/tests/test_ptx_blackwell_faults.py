@@ -9,7 +9,7 @@ from tests.gpu_emulation.tests import test_ptx_blackwell as blackwell
 from tests.gpu_emulation.tests import test_ptx_blackwell_misuse as misuse
 from tests.gpu_emulation.tests.test_emulator import detected
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.slow]
 
 MEMORY, PRODUCTS = "tensor_memory", "tensor_products"
 FAULTS = [

@@ -336,6 +336,7 @@ def run(executor, name, **options):
     return out, executor.launch(name, (1,), (THREADS,), ALL_BYTES, [out, out], **options)
 
 
+@pytest.mark.slow
 @named("name", RIGHT)
 def test_correct_code_passes(executor, name):
     for schedule, lazy in WAYS:

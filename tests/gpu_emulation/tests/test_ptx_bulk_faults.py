@@ -13,7 +13,7 @@ from tests.gpu_emulation.tests import test_ptx_warpgroups as warpgroups
 from tests.gpu_emulation.tests import test_tensor_maps as maps
 from tests.gpu_emulation.tests.test_emulator import detected
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.slow]
 
 FAULTS = [
     ("stores ignore swizzles", "bulk", "swizzled(first + i, bulk.span)", "(first + i)"),

@@ -61,6 +61,7 @@ test_schedules_of_decode = test_cuda_decode.test_every_schedule_gives_the_same_b
 test_schedules_of_weights = test_cuda_weights.test_every_schedule_gives_the_same_bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward, empty", [(False, 1), (True, 2)], ids=["forward", "both"])
 def test_each_wait_deleted_is_caught(backward, empty):
     """Except the wait at the end of a kernel, where no copy is in flight. Where dq is made, turns
@@ -76,6 +77,7 @@ def test_each_wait_deleted_is_caught(backward, empty):
     assert len(survived) == empty and all(x.startswith("cp.async.wait_group") for x in survived)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["", CUT[0]])
 def test_packed(names):
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, SIZES)
@@ -83,6 +85,7 @@ def test_packed(names):
         passed(list(complaints(made, made.run())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [0, 20, 128])
 @pytest.mark.parametrize("sizes, processors", [(SIZES, 0), (FEW, MANY)])
 def test_pages(page, sizes, processors):

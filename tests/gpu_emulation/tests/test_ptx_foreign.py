@@ -10,6 +10,7 @@ import torch
 from tests.gpu_emulation.emulator import SCHEDULES, needs_emulator
 from tests.gpu_emulation.ptx import triton as executed
 from tests.support.backends import INTERPRETED
+from tests.support.marks import parametrize
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -65,7 +66,8 @@ def product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constex
     tl.store(c + rows[:, None] * N + columns[None, :], total.to(c.dtype.element_ty), mask=inside)
 
 
-@pytest.mark.parametrize("stages", [1, 3, 4])
+@pytest.mark.slow
+@parametrize("stages", [1, 3, 4], fast=2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_product(compiled, arch, dtype, stages):
     """Products of small whole numbers, which are exact in every format and order of sums."""
@@ -98,8 +100,9 @@ def described_product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: 
     tl.store(c + rows * N + columns, total, mask=(rows < M) & (columns < N))
 
 
+@pytest.mark.slow
 @with_tensor_maps
-@pytest.mark.parametrize("depth, stages", [(64, 1), (32, 3), (16, 4)])
+@parametrize("depth, stages", [(64, 1), (32, 3), (16, 4)], fast=2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_product_of_boxes(compiled, dtype, depth, stages):
     a, b, c = whole_numbers(dtype)
@@ -120,8 +123,9 @@ def shifted(a, b, M, N, down, right, BM: tl.constexpr, BN: tl.constexpr):
     of_b.store([row + down, column + right], of_a.load([row, column]))
 
 
+@pytest.mark.slow
 @with_tensor_maps
-@pytest.mark.parametrize("width", [16, 32, 64])
+@parametrize("width", [16, 32, 64], fast=4)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 def test_boxes_are_stored(compiled, dtype, width):
     M, N, right = 45, 144, 16 // dtype.itemsize
@@ -152,8 +156,9 @@ def specialised_product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK
     of_c.store([row, column], total)
 
 
+@pytest.mark.slow
 @with_tensor_maps
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@parametrize("dtype", [torch.float16, torch.bfloat16], ids=str, fast=1)
 def test_product_of_specialised_warpgroups(compiled, dtype):
     """In two steps. From the third on Triton waits for a parity of -1; the ISA knows 0 and 1."""
     a, b, c = whole_numbers(dtype)
@@ -226,11 +231,13 @@ def described_attention(
 SIZES = pytest.mark.parametrize("N, D", [(96, 32), (75, 64), (150, 128)])
 
 
+@pytest.mark.slow
 @SIZES
 def test_attention(compiled, arch, N, D):
     judge(attention, ROWS[arch], N, D)
 
 
+@pytest.mark.slow
 @with_tensor_maps
 @SIZES
 def test_attention_of_boxes(compiled, N, D):
@@ -258,7 +265,7 @@ def softmax(x, out, columns, SIZE: tl.constexpr):
     tl.store(out + row + at, found / tl.sum(found, 0), mask=at < columns)
 
 
-@pytest.mark.parametrize("columns", [1, 37, 256, 1000])
+@parametrize("columns", [1, 37, 256, 1000], fast=16)
 def test_softmax_of_rows(compiled, columns):
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(2)) * 5
     out = torch.full_like(x, torch.nan)

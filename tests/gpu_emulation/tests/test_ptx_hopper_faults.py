@@ -10,7 +10,7 @@ from tests.gpu_emulation.tests import test_ptx_hopper_misuse as misuse
 from tests.gpu_emulation.tests import test_ptx_products as products
 from tests.gpu_emulation.tests.test_emulator import detected
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.slow]
 
 FAULTS = [
     (

@@ -16,7 +16,7 @@ from tests.gpu_emulation.ptx import forms, library
 from tests.gpu_emulation.ptx import hopper as ptx_hopper
 from tests.gpu_emulation.tests.test_ptx_values import HEADER, as_aligned, bits, entry, opcodes
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.slow]
 LANES = 64
 SHARED = ".extern .shared .align 16 .b8 memory[];\n"
 

@@ -307,6 +307,7 @@ named = pytest.mark.parametrize
 of_spans = named("spans", SPANS, ids=lambda x: "-".join(str(16 * i) for i in x))
 
 
+@pytest.mark.slow
 @of_spans
 @named("kind", KINDS, ids=lambda x: x.name)
 def test_products(executor, kind, spans):

@@ -20,7 +20,12 @@ from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, na
 from tests.support.edge_cases import with_nan_behind
 from tests.support.error_budget import Verdict
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, ours.needs_nvcc]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    needs_emulator,
+    ours.needs_nvcc,
+    pytest.mark.slow,
+]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
 
 KEYS = 128  # of a block

@@ -20,6 +20,7 @@ from tests.support.backends import passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN, Dims, build, name_of, negative_logits
 from tests.support.edge_cases import expanded, with_nan_behind
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, ours.needs_nvcc]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
@@ -56,6 +57,7 @@ NAMED = ("causal", "bottom_right", "window", "lengths", "sinks", "gqa", "mqa", "
 FEATURES = [PLAIN, *((FEATURE[x],) for x in NAMED)]
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("features", FEATURES, ids=name_of)
 def test_features(dtype, features):
@@ -65,14 +67,16 @@ def test_features(dtype, features):
 BANDS, OTHERS = ("causal", "bottom_right", "window"), ("lengths", "sinks", "gqa")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("band", BANDS)
 def test_pairs_of_features(band, other):
     run_all([build(SHAPES[1], [FEATURE[x] for x in (band, other)], torch.bfloat16)])
 
 
-@pytest.mark.parametrize("group", [1, 4, 8, 71])
-@pytest.mark.parametrize("M", list(range(1, 17)))
+@pytest.mark.slow
+@parametrize("group", [1, 4, 8, 71], fast=2)
+@parametrize("M", list(range(1, 17)), fast=32)
 def test_rows_and_heads_of_a_tile(M, group):
     """64 rows have all rows of 64 / M heads. Where they do not fill it, the rest is not stored."""
     problem = build(Dims(1, 2 * group, 2, M, 150, 8, 8), [FEATURE["bottom_right"]], torch.bfloat16)
@@ -82,6 +86,7 @@ def test_rows_and_heads_of_a_tile(M, group):
 AROUND = sorted({size + off for size in (KEYS, 2 * KEYS, 4 * KEYS) for off in (-1, 0, 1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", "bottom_right", "left_window", "lengths"])
 @pytest.mark.parametrize("N", [1, 2, 15, *AROUND])
 def test_keys_around_tiles(N, name):
@@ -99,6 +104,7 @@ HEAD_DIMS = {
 }
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("padded", HEAD_DIMS)
 def test_head_dims(padded, dtype):
@@ -107,8 +113,9 @@ def test_head_dims(padded, dtype):
     run_all([build(x, [FEATURE["bottom_right"]], DTYPES[dtype]) for x in dims])
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 5])
-@pytest.mark.parametrize("names", ["", "sinks lse_loss", "window"])
+@pytest.mark.slow
+@parametrize("splits", [1, 2, 3, 5], fast=2)
+@parametrize("names", ["", "sinks lse_loss", "window"], fast=6)
 def test_any_number_of_splits(splits, names):
     """A window leaves some of them without keys."""
     features = [FEATURE[x] for x in names.split()]
@@ -118,12 +125,14 @@ def test_any_number_of_splits(splits, names):
     run_all([problem], sm_count=splits, splits=None if names == "window" else splits)
 
 
+@pytest.mark.slow
 def test_a_short_item_leaves_splits_without_keys():
     problem = build(Dims(4, 2, 1, 3, 700, 16, 16), (), torch.bfloat16)
     lengths = torch.tensor([700, 0, 130, 1])
     run_all([replace(problem, kwargs=dict(key_lengths=lengths))], splits=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", "causal", "window", "lengths"])
 def test_hidden_keys_do_not_change_results(name):
     features = [FEATURE[name]] if name else []
@@ -149,7 +158,7 @@ def test_nan_behind_a_length_is_not_read(d, sm_count):
 SIZES = ((5, 7), (0, 3), (1, 1), (13, 551), (3, 0), (16, 128), (1, 400), (2, 129), (4, 20))
 
 
-@pytest.mark.parametrize("names", ["", "bottom_right", "window sinks", "causal gqa"])
+@parametrize("names", ["", "bottom_right", "window sinks", "causal gqa"], fast=3)
 @pytest.mark.parametrize("sm_count", [ONE, 132])
 def test_packed(names, sm_count):
     """Boxes of a sequence's rows end in the next one's."""
@@ -161,7 +170,7 @@ def test_packed(names, sm_count):
     passed(list(complaints(made, found)))
 
 
-@pytest.mark.parametrize("page", [8, 16, 24, 64, 128, 256])
+@parametrize("page", [8, 16, 24, 64, 128, 256], fast=2)
 def test_pages(page):
     made = batch((), torch.bfloat16, SIZES)
     with on_hopper(132) as backend, torch.no_grad():
@@ -170,6 +179,7 @@ def test_pages(page):
     passed(list(complaints(made, found)))
 
 
+@pytest.mark.slow
 def test_keys_of_one_head_and_of_one_item():
     """A dimension of stride 0 has size 1 in a tensor map."""
     problem = build(Dims(2, 2, 2, 4, 300, 64, 64), (), torch.bfloat16)
@@ -215,6 +225,7 @@ DECLINED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DECLINED)
 def test_declined_calls_say_why_and_run(case):
     kwargs, why = DECLINED[case]
@@ -231,6 +242,7 @@ def test_declined_calls_say_why_and_run(case):
     assert all(x.startswith("sm_80: ") and why in x for x in backend.kernels), backend.kernels
 
 
+@pytest.mark.slow
 def test_row_invariant_calls_have_kernels_of_sm_80():
     problem = build(Dims(1, 4, 2, 3, 300, 64, 64), (), torch.bfloat16)
     with on_hopper() as backend:
@@ -245,6 +257,7 @@ def test_row_invariant_calls_have_kernels_of_sm_80():
 NO_ORDER = ("wgmma.mma_async", "setmaxnreg")
 
 
+@pytest.mark.slow
 def test_each_synchronisation_deleted_is_noticed():
     """Five tiles a split use both stages again, and a length ends in the last one. A block has one
     task: the mbarrier for the next one's rows is initialised, but nothing waits for it."""

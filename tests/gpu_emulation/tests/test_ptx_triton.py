@@ -22,11 +22,7 @@ from tests.support.backends import looked_at, needs_triton, passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
 from tests.support.error_budget import Verdict
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    needs_emulator,
-    needs_triton,
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, needs_triton, pytest.mark.slow]
 
 
 class Small(NamedTuple):

@@ -16,7 +16,7 @@ from tests.gpu_emulation.tests.test_ptx_triton import (  # noqa: F401  arch, com
 from tests.support.backends import looked_at, needs_triton
 from tests.support.cases import DTYPES, Dims, build
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, needs_triton]
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, needs_triton, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("rows", ["many", "few"])

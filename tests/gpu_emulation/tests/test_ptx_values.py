@@ -405,6 +405,7 @@ def as_aligned(x):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", VALUES, ids=lambda form: form.name)
 def test_a_value_by_an_independent_source(executor, form):
     names = [name for name, x in PLAN.items() if x[1] is form]
