@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-import typing
-from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar, overload
+import operator
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -17,8 +15,7 @@ from typing_extensions import Unpack  # torch depends on it
 from .backends.native.libraries import cpu_unavailable
 from .backends.shared.per_sequence import longest
 from .backends.triton.runtime import unavailable as triton_unavailable
-from .call.argument_hints import by_position, unknown_argument
-from .call.changed import changed
+from .call.argument_hints import by_position
 from .call.int4 import INT4
 from .call.need import need_a_tensor, need_dense
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
@@ -26,7 +23,20 @@ from .call.place import EVERYTHING, NUMBERS, Place
 from .call.quantisation import STORAGE
 from .call.qv import joined
 from .call.scalars import alignment, flag, real, whole
-from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors, acc_dtype
+from .call.signatures import refuse_unknown, with_arguments
+from .call.spec import (
+    ARGUMENTS,
+    DEFAULTS,
+    TOKENS,
+    UNLIMITED,
+    Arguments,
+    MaskMod,
+    Options,
+    ScoreMod,
+    Tensors,
+    acc_dtype,
+    changed,
+)
 from .call.validation import check, check_lse, counts
 from .dispatch import (
     advice,
@@ -45,30 +55,15 @@ from .dispatch.torch_function import (
 from .score_mods.lowering import Begin, Lowered
 from .score_mods.mod_call import ModCall
 from .score_mods.recognition import Shape
-from .score_mods.tracing import MaskMod, ScoreMod, trace_mask_mod, trace_score_mod
+from .score_mods.tracing import trace_mask_mod, trace_score_mod
 
 IN_TOKENS = TOKENS, TOKENS
+_MASK, *_AS_GIVEN, _SEED = (name for name in Tensors._field_defaults if name in DEFAULTS)
+# The fastest way from arguments to `Tensors`, which compilers cannot trace.
+_as_given = operator.itemgetter(*_AS_GIVEN)
+_tensors = functools.partial(tuple.__new__, Tensors)
+_ABSENT = (None,) * (len(Tensors._fields) - len("qkv") - 2 - len(_AS_GIVEN))
 _any_autocast = torch._C._is_any_autocast_enabled
-
-
-class Arguments(TypedDict, total=False):
-    """What every public call takes beside q, k and v. See `attention` for their meaning."""
-
-    mask: Tensor | None
-    causal: bool | Literal["top_left", "bottom_right"]
-    window: tuple[int | None, int | None] | None
-    key_lengths: Tensor | None
-    alibi_slopes: Tensor | None
-    softcap: float | None
-    sinks: Tensor | None
-    dropout_p: float
-    seed: int | Tensor | None
-    scale: float | None
-    place: Place | None
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
-    row_invariant: bool
-    backend: str | None
 
 
 class PackedArguments(Arguments, total=False):
@@ -80,31 +75,6 @@ class PackedArguments(Arguments, total=False):
     k_scale: Tensor | None
     v_scale: Tensor | None
     qv: Tensor | None
-
-
-DEFAULTS: dict[str, Any] = dict.fromkeys(typing.get_type_hints(Arguments))  # None, except these:
-DEFAULTS |= {"causal": False, "dropout_p": 0.0, "row_invariant": False}
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def with_arguments(function: Function) -> Function:
-    """Give `function` a signature that lists each of `Arguments`, for help() and editors, before
-    its own keywords."""
-    signature = inspect.signature(function)
-    own = [
-        p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    own_keywords = [p for p in own if p.kind is p.KEYWORD_ONLY]
-    hints = {name: hint.__forward_arg__ for name, hint in Arguments.__annotations__.items()}
-    shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-        for (name, hint), default in zip(hints.items(), DEFAULTS.values())
-    ]
-    function.__signature__ = signature.replace(  # ty: ignore
-        parameters=own[: len(own) - len(own_keywords)] + shared + own_keywords
-    )
-    return function
 
 
 @overload
@@ -172,46 +142,7 @@ def attention(
         q: Queries.
         k: Keys.
         v: Values.
-        mask: Either bool (True = may attend), or float, which is added to the scores. It is read in
-            place. Rows that are all False or -inf are empty. The gradient of a float mask has the
-            mask's shape: it is summed over broadcast dimensions.
-        causal: Keep the keys j <= i'. True or "top_left" puts row i at i' = i. "bottom_right" puts
-            it at i' = i + length - M, where length is key_lengths[b] or N; rows with i' < 0 are
-            empty.
-        window: A pair (left, right): keep the keys i' - left <= j <= i' + right. None in the pair
-            is no limit. Rows with no key in their window are empty.
-        key_lengths: The number of keys of each item, in [0, N]. Keys at or past the length are
-            never read and have gradient 0. An item of length 0 has empty rows.
-        alibi_slopes: Subtract slope |i' - j| from the scores. The slopes have no gradient.
-        softcap: Replace each score s by softcap tanh(s / softcap); above 0. The gradient of s is
-            multiplied by 1 - tanh(s / softcap)^2.
-        sinks: One more logit for each head in each row's denominator. It has no value.
-        dropout_p: After the softmax, drop each probability with this probability and divide the
-            others by 1 - dropout_p. The LSE does not change.
-        seed: The seed of dropout. The kernel draws (Philox-4x32-10) by seed and place, and draws
-            the same in backward. None draws a seed from torch's generator. Under vmap, each example
-            of one seed draws what it draws alone.
-        scale: The factor of q k^T; 1 / sqrt(D) by default. 0 and negative numbers are allowed.
-        place: A `fastattn.Place`, if this call is a part of a larger call. causal, window,
-            key_lengths (up to the larger call's keys), ALiBi and dropout count from the start of
-            the larger call. q, k, v, mask, slopes and sinks are those of the part. The results of a
-            call cut into blocks of rows, keys, heads or items equal those of the whole call.
-            `fastattn.merge` combines blocks of keys; only one of them gets the sinks.
-            place.bottom_right aligns the rows of a call without causal.
-        score_mod: A function (score, b, h, i, j) -> score of 0-d tensors, after the scale and
-            before softcap, as torch's flex_attention has it; see `flex_attention` for what it may
-            do. b, h, i and j count in the larger call with place. Floating tensors that it captures
-            have gradients: the first, in reverse mode. The kernels of the CPU and of Triton run it
-            on each score; elsewhere what it adds to the score becomes a mask, and other functions
-            raise NotImplementedError.
-        mask_mod: A function (b, h, i, j) -> bool, True where row i may attend to key j. It hides
-            after all other stages. Keys that it hides in whole blocks are skipped.
-        row_invariant: If True, the bits of a row do not depend on the number of rows in the call:
-            decoding token by token, in chunks or at once gives the same bits. This turns off the
-            kernels for few rows. If False, only the results of those kernels differ, in the last
-            bits.
-        backend: Run on this backend, or raise. None takes the first backend that can run the call.
-            See `fastattn.explain`.
+        {arguments}
         qv: More queries, of the values: scores are then q k^T + qv v^T (FlashAttention-3). For keys
             in two parts, of which one is the value: latent attention. The default scale is then
             1 / sqrt(D + Dv). If k and v are adjacent columns in memory, as in a latent cache, they
@@ -224,11 +155,7 @@ def attention(
         q: (B, H, M, D), float32, float64, bfloat16 or float16, of any strides.
         k: (B, Hk, N, D), same dtype and device. Hk divides H. Any size may be 0.
         v: (B, Hk, N, Dv), same dtype and device.
-        mask: Broadcasts to (B, H, M, N); bool, q's dtype or float32.
-        key_lengths: (B,), int32 or int64.
-        alibi_slopes: (H,) or (B, H).
-        sinks: (H,). The gradient is (H,).
-        seed: An int, or one int64 element on q's device.
+        {shapes}
         qv: (B, H, M, Dv), same dtype and device.
         out: (B, H, M, Dv), q's dtype.
         lse: (B, H, M), float32 (float64 for float64).
@@ -572,8 +499,7 @@ def resolved(arguments: Any, function: str) -> dict[str, Any]:
     """`arguments` completed with defaults. An unknown one raises TypeError, naming `function`."""
     given = DEFAULTS | arguments if arguments else DEFAULTS
     if len(given) > len(DEFAULTS):
-        unknown = min(arguments.keys() - DEFAULTS.keys())
-        raise TypeError(f"{function}() {unknown_argument(unknown, DEFAULTS)}")
+        refuse_unknown(function, arguments)
     return given
 
 
@@ -622,7 +548,10 @@ def prepare(
         q, k, v, mask = autocast(q, k, v, mask)
     if seed is not None or plain.dropout_p:
         seed = _seed(seed, plain.dropout_p, q)
-    t = Tensors(*(q, k, v, mask, given["key_lengths"], given["alibi_slopes"], given["sinks"], seed))
+    if compiling:
+        t = Tensors(q, k, v, mask, *[given[name] for name in _AS_GIVEN], seed)
+    else:
+        t = _tensors((q, k, v, mask, *_as_given(given), seed, *_ABSENT))
     if given["score_mod"] is not None or given["mask_mod"] is not None:
         functions = given["score_mod"], given["mask_mod"]
         t, plain, with_grad = _with_functions(t, plain, *functions, in_parts)

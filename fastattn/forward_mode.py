@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Mapping
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from typing_extensions import Unpack  # torch depends on it
 
-from .api import Arguments, no_values, prepare, with_arguments
+from .api import no_values, prepare
 from .call.qv import joined_with_tangents
 from .call.scalars import flag
-from .call.spec import Tangents, Tensors
-from .call.tangents import need_tangent
-from .call.validation import check
+from .call.signatures import tangents_among, with_tangents
+from .call.spec import TangentArguments, Tangents, Tensors
+from .call.validation import check, need_tangent
 from .dispatch.dispatcher import call_jvp
 from .dispatch.torch_function import handle, is_compiling, is_overridden
 
@@ -26,12 +27,10 @@ def attention_jvp(
     k_t: Tensor | None,
     v_t: Tensor | None,
     *,
-    mask_t: Tensor | None = None,
-    sinks_t: Tensor | None = None,
     qv: Tensor | None = None,
     qv_t: Tensor | None = None,
     return_lse: Literal[False] = False,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[TangentArguments],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_jvp(
@@ -42,12 +41,10 @@ def attention_jvp(
     k_t: Tensor | None,
     v_t: Tensor | None,
     *,
-    mask_t: Tensor | None = None,
-    sinks_t: Tensor | None = None,
     qv: Tensor | None = None,
     qv_t: Tensor | None = None,
     return_lse: Literal[True],
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[TangentArguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 @overload
 def attention_jvp(
@@ -58,14 +55,12 @@ def attention_jvp(
     k_t: Tensor | None,
     v_t: Tensor | None,
     *,
-    mask_t: Tensor | None = None,
-    sinks_t: Tensor | None = None,
     qv: Tensor | None = None,
     qv_t: Tensor | None = None,
     return_lse: bool,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[TangentArguments],
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]: ...
-@with_arguments
+@with_tangents
 def attention_jvp(
     q: Tensor,
     k: Tensor,
@@ -74,12 +69,10 @@ def attention_jvp(
     k_t: Tensor | None,
     v_t: Tensor | None,
     *,
-    mask_t: Tensor | None = None,
-    sinks_t: Tensor | None = None,
     qv: Tensor | None = None,
     qv_t: Tensor | None = None,
     return_lse: bool = False,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[TangentArguments],
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `attention` and the tangent of its result in one fused pass.
 
@@ -100,12 +93,11 @@ def attention_jvp(
         q_t: The tangent of q. None is a zero tangent, here and below, and costs nothing.
         k_t: The tangent of k.
         v_t: The tangent of v.
-        mask_t: The tangent of a float mask.
-        sinks_t: The tangent of sinks.
         qv: More queries, of the values, as in `attention`.
         qv_t: The tangent of qv.
         return_lse: If True, also return the LSE and its tangent.
-        **arguments: Those of `attention`.
+        **arguments: Those of `attention`; and the tangents of the optional tensors that have a
+            gradient, such as mask_t and sinks_t, each in its tensor's shape, dtype and device.
 
     Shape:
         q: (B, H, M, D).
@@ -113,7 +105,7 @@ def attention_jvp(
         v: (B, Hk, N, Dv).
         q_t, k_t, v_t: Shape, dtype and device of q, k and v.
         qv: (B, H, M, Dv).
-        mask_t, sinks_t, qv_t: Shape, dtype and device of mask, sinks and qv.
+        qv_t: Shape, dtype and device of qv.
         out, out_t: (B, H, M, Dv), q's dtype.
         lse, lse_t: (B, H, M), float32 (float64 for float64).
 
@@ -144,12 +136,13 @@ def attention_jvp(
     elif qv_t is not None:
         raise ValueError("qv_t: got a tensor, expected None, because qv is None")
     if is_overridden(q, k, v) and not is_compiling():
-        own = {"mask_t": mask_t, "sinks_t": sinks_t, "return_lse": return_lse}
-        return handle(attention_jvp, (q, k, v, q_t, k_t, v_t), **own, **arguments)
+        given = q, k, v, q_t, k_t, v_t
+        return handle(attention_jvp, given, return_lse=return_lse, **arguments)
+    moves = dict(q=q_t, k=k_t, v=v_t) | tangents_among(arguments)
     t, o = prepare(q, k, v, arguments, "attention_jvp")
-    given = q, k, v, arguments.get("mask"), arguments.get("sinks")
+    given = dict(q=q, k=k, v=v) | arguments
     try:
-        tangents = _fitting(t, given, (q_t, k_t, v_t, mask_t, sinks_t))
+        tangents = _fitting(t, given, moves)
     except (TypeError, ValueError):
         check(t, o)  # errors of the tensors take precedence
         raise
@@ -157,13 +150,11 @@ def attention_jvp(
     return (out, normaliser[0], out_t, lse_t) if return_lse else (out, out_t)
 
 
-def _fitting(t: Tensors, given, tangents) -> Tangents:
+def _fitting(t: Tensors, given: Mapping[str, Any], moves: Mapping[str, Any]) -> Tangents:
     """The tangents, checked and cast to their tensors' dtypes, which autocast may have changed."""
-    found = []
-    for name, x, x_t in zip(Tangents._fields, given, tangents):
-        if x_t is None:
-            found.append(None)
-            continue
-        need_tangent(name, x_t, x)
-        found.append(x_t.to(getattr(t, name).dtype))
-    return Tangents(*found)
+    found = {}
+    for name, x_t in moves.items():
+        if x_t is not None:
+            need_tangent(name, x_t, given.get(name))
+            found[name] = x_t.to(t.given(name).dtype)
+    return Tangents(**found)

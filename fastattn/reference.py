@@ -7,15 +7,18 @@ O(M N). Read this file to learn what the operation means.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import TypedDict, Unpack  # torch depends on it
+from typing_extensions import Unpack  # torch depends on it
 
 from .call.place import EVERYTHING, Place
+from .call.signatures import refuse_unknown, with_arguments
+from .call.spec import MaskArguments
 
 WEYL = 0x9E3779B9, 0xBB67AE85  # Philox-4x32: each round adds these to the key
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -25,20 +28,11 @@ Causal = bool | Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None] | None
 
 
-class Arguments(TypedDict, total=False, closed=True):
+class Arguments(MaskArguments, total=False, closed=True):
     """The arguments of `attention` other than q, k, v and the return_ flags."""
 
-    mask: Tensor | None
     causal: bool | Literal["top_left", "bottom_right"]
-    window: tuple[int | None, int | None] | None
     key_lengths: Tensor | None
-    alibi_slopes: Tensor | None
-    softcap: float | None
-    sinks: Tensor | None
-    dropout_p: float
-    seed: int | Tensor | None
-    scale: float | None
-    place: Place | None
     again: tuple[int, int]
     score_mod: Callable[[Tensor], Tensor] | None
 
@@ -98,27 +92,21 @@ def attention(
     return_normaliser: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, ...]: ...
+@functools.partial(with_arguments, kind=Arguments, again=(0, 0), score_mod=None)
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None = None,
-    causal: bool | Literal["top_left", "bottom_right"] = False,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
-    scale: float | None = None,
     place: Place | None = None,
     again: tuple[int, int] = (0, 0),
-    score_mod: Callable[[Tensor], Tensor] | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     return_normaliser: bool = False,
+    **of_scores: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute softmax(score(q k^T)) v as the mathematics states it, in O(M N) memory.
 
@@ -129,17 +117,7 @@ def attention(
         q: Queries.
         k: Keys.
         v: Values.
-        mask: Either bool (True = may attend), or float, which is added to the scores.
-        causal: Keep the keys j <= i'; aligned to the "top_left" (True) or the "bottom_right".
-        window: A pair (left, right): keep the keys i' - left <= j <= i' + right.
-        key_lengths: The number of keys of each item.
-        alibi_slopes: Subtract slope |i' - j| from the scores.
-        softcap: Replace each score s by softcap tanh(s / softcap).
-        sinks: One more logit for each head in each row's denominator.
-        dropout_p: The probability of dropout.
-        seed: The seed of dropout; None draws one.
-        scale: The factor of q k^T; 1 / sqrt(D) by default.
-        place: The position of this call in a larger one.
+        {sentences}
         again: For dropout: the numbers of items and of heads after which the draws repeat; 0 is
             never.
         score_mod: A function of all scores (B, H, M, N), applied after the scale.
@@ -151,11 +129,7 @@ def attention(
         q: (B, H, M, D).
         k: (B, Hk, N, D). Hk divides H.
         v: (B, Hk, N, Dv).
-        mask: Broadcasts to (B, H, M, N).
-        key_lengths: (B,), int32 or int64.
-        alibi_slopes: (H,) or (B, H).
-        sinks: (H,).
-        seed: An int, or an int64 tensor of one element.
+        {shapes}
         out: (B, H, M, Dv), q's dtype.
         lse: (B, H, M), float32 (float64 for float64).
         weights: (B, H, M, N), q's dtype.
@@ -177,14 +151,14 @@ def attention(
         >>> fused = fastattn.attention(q, k, v, causal=True, softcap=5.0)
         >>> torch.testing.assert_close(fused, exact)
     """
+    refuse_unknown("attention", of_scores, Arguments)
     # GQA: neighbouring query heads share a head of k and v.
     v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)
     place = located(place, q, k)
-    if key_lengths is not None:
+    if (key_lengths := of_scores.get("key_lengths")) is not None:
         v = v.masked_fill(~within(key_lengths, v.shape[2], place)[:, None, :, None], 0)
     with torch.autocast(q.device.type, enabled=False):
-        about = mask, causal, window, key_lengths, alibi_slopes, softcap, scale, place
-        s = scores(q, k, *about, score_mod)
+        s = scores(q, k, place=place, **of_scores)
         p, normaliser = softmax(s, sinks)
         p = dropout(p, dropout_p, seed, place, again)
         out = p @ v
@@ -207,18 +181,18 @@ def located(place: Place | None, q: Tensor, k: Tensor) -> Place:
 def scores(
     q: Tensor,
     k: Tensor,
-    mask: Tensor | None,
-    causal: Causal,
-    window: Window,
-    key_lengths: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float | None,
-    scale: float | None,
+    mask: Tensor | None = None,
+    causal: Causal = False,
+    window: Window = None,
+    key_lengths: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
     place: Place | None = None,
     score_mod: Callable[[Tensor], Tensor] | None = None,
+    **of_products: Any,
 ) -> Tensor:
     """Compute the scores (B,H,M,N): -inf where a query may not attend to a key."""
-    (B, H, M, D), N = q.shape, k.shape[2]
+    (B, H, M, _), N = q.shape, k.shape[2]
     place = located(place, q, k)
     k = k.repeat_interleave(H // max(k.shape[1], 1), dim=1)
     j = place.key + torch.arange(N, device=q.device)
@@ -228,7 +202,7 @@ def scores(
         inside = within(key_lengths, N, place)
         keep = keep & inside[:, None, None]
         k = k.masked_fill(~inside[:, None, :, None], 0)  # padding may hold NaN
-    s = q @ k.transpose(-1, -2) * scale_of(D, scale)  # exporters do not support k.mT
+    s = q @ k.transpose(-1, -2) * factor(q, **of_products)  # exporters do not support k.mT
     if score_mod is not None:
         s = score_mod(s)
     if softcap is not None:
@@ -242,37 +216,30 @@ def scores(
     return s.masked_fill(~keep, -torch.inf)
 
 
-def scale_of(D: int, scale: float | None) -> float:
-    """Return the factor of q k^T: `scale`, by default 1 / sqrt(D), or 1 if D is 0."""
+def factor(q: Tensor, *, scale: float | None = None, **others: Any) -> Any:
+    """The factor of q k^T: `scale`, by default 1 / sqrt(D), or 1 if D is 0."""
+    D = q.shape[3]
     return (1 / math.sqrt(D) if D else 1.0) if scale is None else scale
 
 
-def derivative(
-    q: Tensor, k: Tensor, *, softcap: float | None, scale: float | None, **others: Any
-) -> Tensor | float:
+def derivative(q: Tensor, k: Tensor, *, softcap: float | None, **others: Any) -> Tensor | float:
     """The derivative of a score by q.k: (B,H,M,N), or one number for all. k has H heads."""
-    factor = scale_of(q.shape[3], scale)
+    by = factor(q, **others)
     if softcap is not None:
-        return factor * (1 - torch.tanh(q @ k.mT * (factor / softcap)) ** 2)
-    return factor
+        return by * (1 - torch.tanh(q @ k.mT * (by / softcap)) ** 2)
+    return by
 
 
 def derivative_tangent(
-    q: Tensor,
-    k: Tensor,
-    products_t: Tensor,
-    *,
-    softcap: float | None,
-    scale: float | None,
-    **others: Any,
+    q: Tensor, k: Tensor, products_t: Tensor, *, softcap: float | None, **others: Any
 ) -> Tensor | float:
     """The tangent of `derivative` if the products q.k have the tangent `products_t`: the second
     derivative of a score by q.k, times `products_t`."""
     if softcap is None:
         return 0.0
-    factor = scale_of(q.shape[3], scale)
-    bent = torch.tanh(q @ k.mT * (factor / softcap))
-    return -2 * factor * factor / softcap * bent * (1 - bent**2) * products_t
+    by = factor(q, **others)
+    bent = torch.tanh(q @ k.mT * (by / softcap))
+    return -2 * by * by / softcap * bent * (1 - bent**2) * products_t
 
 
 def within(key_lengths: Tensor, N: int, place: Place) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from .need import need_a_tensor
 from .sizes import agree
-from .tangents import need_tangent
+from .validation import need_tangent
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:

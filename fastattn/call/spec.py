@@ -1,7 +1,8 @@
 """What one attention call computes, with every default resolved.
 
-`Tensors` lists every tensor of a call once, `Options` its scalars. The operators' schemas, plans,
-vmap's folding, the packing for native kernels and the rules on tensors are loops over these lists.
+`PUBLIC` lists the arguments that calls share, for readers; `Tensors` every tensor of a call,
+`Options` its scalars. Signatures, docstrings, tables in the documentation, the operators' schemas,
+plans, vmap's folding, the packing for kernels and the rules on tensors are loops over these lists.
 A scalar also has a default (`validation.describe`) and rules (`validation._scalars`).
 
 Two names for the logarithm of the softmax's denominator:
@@ -15,11 +16,22 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict  # torch depends on it
 
 from .int4 import INT4, columns
 from .place import Place
@@ -31,51 +43,35 @@ TOKENS = "BMH"  # the memory order of heads after a projection; "BHM" is contigu
 class Feature(enum.Flag):
     """The building blocks that a backend may support. Each backend lists those that it has."""
 
-    NONE = 0
-    BAND = enum.auto()  # causal and sliding windows: one pair of edges
-    LENGTHS = enum.auto()  # key padding: how many keys each batch item has
-    MASK = enum.auto()  # boolean or additive
-    ALIBI = enum.auto()
-    SOFTCAP = enum.auto()
-    SINKS = enum.auto()
-    DROPOUT = enum.auto()
-    GQA = enum.auto()  # fewer key heads than query heads
-    WEIGHTS = enum.auto()  # the probabilities themselves
-    GRAD = enum.auto()
-    PLACE = enum.auto()  # the call is a part of a larger one
-    PACKED = enum.auto()  # sequences of different lengths, one after the other
-    PAGED = enum.auto()  # keys and values in pages, found by a table
-    PAGED_GRAD = enum.auto()  # backward through pages
-    INVARIANT = enum.auto()  # a row's bits do not depend on how many rows the call has
-    QUANTISED = enum.auto()  # keys and values in eight bits, a scale for each row
-    INT4 = enum.auto()  # keys and values in four bits, scales within each row
-    TANGENTS = enum.auto()  # the passes of forward mode and of second derivatives
-    UNROUNDED = enum.auto()  # results for 16-bit inputs in the dtype of the sums
-    SCORE_MOD = enum.auto()  # functions of the score, its row and its key, as programs
+    meaning: str  # a row of the support table, for readers
 
+    def __new__(cls, meaning: str) -> Feature:
+        made = object.__new__(cls)
+        made._value_ = 1 << len(cls.__members__) >> 1
+        made.meaning = meaning
+        return made
 
-MEANING = {  # the rows of the support table, for readers
-    Feature.BAND: "causal (both alignments), window",
-    Feature.LENGTHS: "key_lengths",
-    Feature.MASK: "mask: bool or float of any broadcast shape, gradient in that shape",
-    Feature.ALIBI: "alibi_slopes",
-    Feature.SOFTCAP: "softcap",
-    Feature.SINKS: "sinks, with gradient",
-    Feature.DROPOUT: "dropout, the same draws on every backend",
-    Feature.GQA: "grouped heads (GQA, MQA)",
-    Feature.WEIGHTS: "attention_weights, per head or averaged",
-    Feature.GRAD: "backward, with a loss on the LSE too",
-    Feature.PLACE: "place: the call is a part of a larger one",
-    Feature.PACKED: "attention_packed: sequences of different lengths (cu_seqlens)",
-    Feature.PAGED: "block_table: keys and values in pages",
-    Feature.PAGED_GRAD: "backward with block_table, and of attention_selected",
-    Feature.INVARIANT: "row_invariant: decoding has the bits of the whole",
-    Feature.QUANTISED: "k_scale, v_scale: keys and values of int8 or float8, without gradient",
-    Feature.INT4: "keys and values in four bits (torch.uint8 rows), without gradient",
-    Feature.TANGENTS: "forward mode (jvp) and second derivatives",
-    Feature.UNROUNDED: "parts of a ring: 16 bits in, float32 out",
-    Feature.SCORE_MOD: "score_mod, mask_mod: functions on each score",
-}
+    NONE = ""
+    BAND = "causal (both alignments), window"
+    LENGTHS = "key_lengths"
+    MASK = "mask: bool or float of any broadcast shape, gradient in that shape"
+    ALIBI = "alibi_slopes"
+    SOFTCAP = "softcap"
+    SINKS = "sinks, with gradient"
+    DROPOUT = "dropout, the same draws on every backend"
+    GQA = "grouped heads (GQA, MQA)"
+    WEIGHTS = "attention_weights, per head or averaged"
+    GRAD = "backward, with a loss on the LSE too"
+    PLACE = "place: the call is a part of a larger one"
+    PACKED = "attention_packed: sequences of different lengths (cu_seqlens)"
+    PAGED = "block_table: keys and values in pages"
+    PAGED_GRAD = "backward with block_table, and of attention_selected"
+    INVARIANT = "row_invariant: decoding has the bits of the whole"
+    QUANTISED = "k_scale, v_scale: keys and values of int8 or float8, without gradient"
+    INT4 = "keys and values in four bits (torch.uint8 rows), without gradient"
+    TANGENTS = "forward mode (jvp) and second derivatives"
+    UNROUNDED = "parts of a ring: 16 bits in, float32 out"
+    SCORE_MOD = "score_mod, mask_mod: functions on each score"
 
 
 # Names in csrc/abi.h and in the operators' schemas, which saved programs contain, if these differ
@@ -204,6 +200,143 @@ class Tangents(NamedTuple):
     captured_floats: Tensor | None = None
 
 
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+
+class ScoreArguments(TypedDict, total=False):
+    """What every call takes, those on selected keys and the oracle's included."""
+
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+
+
+class MaskArguments(ScoreArguments, total=False):
+    """What those take that choose no keys by index."""
+
+    mask: Tensor | None
+    window: tuple[int | None, int | None] | None
+    alibi_slopes: Tensor | None
+    place: Place | None
+
+
+class CacheArguments(MaskArguments, total=False):
+    """What `KVCache.attention` takes beside q, causal and offsets: all of `Arguments`, except
+    key_lengths, which the cache supplies."""
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    row_invariant: bool
+    backend: str | None
+
+
+class Arguments(CacheArguments, total=False):
+    """What every public call takes beside q, k and v. See `attention` for their meaning."""
+
+    causal: bool | Literal["top_left", "bottom_right"]
+    key_lengths: Tensor | None
+
+
+class TangentArguments(Arguments, total=False):
+    """What `attention_jvp` takes beside q, k, v and their tangents."""
+
+    mask_t: Tensor | None
+    sinks_t: Tensor | None
+
+
+class Public(NamedTuple):
+    """What readers are told of an argument. A table has the first sentence of `text`."""
+
+    text: str
+    shape: str = ""  # of a tensor
+    stage: str = ""  # "score": it changes a score before anything is added to it
+
+
+PUBLIC = {  # in the order of signatures
+    "mask": Public(
+        "Either bool (True = may attend), or float, which is added to the scores. It is read in "
+        "place. Rows that are all False or -inf are empty. The gradient of a float mask has the "
+        "mask's shape: it is summed over broadcast dimensions.",
+        "Broadcasts to (B, H, M, N); bool, q's dtype or float32.",
+    ),
+    "causal": Public(
+        'Keep the keys j <= i\'. True or "top_left" puts row i at i\' = i. "bottom_right" puts it '
+        "at i' = i + length - M, where length is key_lengths[b] or N; rows with i' < 0 are empty."
+    ),
+    "window": Public(
+        "A pair (left, right): keep the keys i' - left <= j <= i' + right. None in the pair is no "
+        "limit. Rows with no key in their window are empty."
+    ),
+    "key_lengths": Public(
+        "The number of keys of each item, in [0, N]. Keys at or past the length are never read and "
+        "have gradient 0. An item of length 0 has empty rows.",
+        "(B,), int32 or int64.",
+    ),
+    "alibi_slopes": Public(
+        "Subtract slope |i' - j| from the scores. The slopes have no gradient.",
+        "(H,) or (B, H).",
+    ),
+    "softcap": Public(
+        "Replace each score s by softcap tanh(s / softcap); above 0. The gradient of s is "
+        "multiplied by 1 - tanh(s / softcap)^2.",
+        stage="score",
+    ),
+    "sinks": Public(
+        "One more logit for each head in each row's denominator. It has no value.",
+        "(H,). The gradient is (H,).",
+    ),
+    "dropout_p": Public(
+        "After the softmax, drop each probability with this probability and divide the others by "
+        "1 - dropout_p. The LSE does not change."
+    ),
+    "seed": Public(
+        "The seed of dropout. The kernel draws (Philox-4x32-10) by seed and place, and draws the "
+        "same in backward. None draws a seed from torch's generator. Under vmap, each example of "
+        "one seed draws what it draws alone.",
+        "An int, or one int64 element on q's device.",
+    ),
+    "scale": Public(
+        "The factor of q k^T; 1 / sqrt(D) by default. 0 and negative numbers are allowed."
+    ),
+    "place": Public(
+        "A `fastattn.Place`, if this call is a part of a larger call. causal, window, key_lengths "
+        "(up to the larger call's keys), ALiBi and dropout count from the start of the larger "
+        "call. q, k, v, mask, slopes and sinks are those of the part. The results of a call cut "
+        "into blocks of rows, keys, heads or items equal those of the whole call. "
+        "`fastattn.merge` combines blocks of keys; only one of them gets the sinks. "
+        "place.bottom_right aligns the rows of a call without causal."
+    ),
+    "score_mod": Public(
+        "A function (score, b, h, i, j) -> score of 0-d tensors, after the scale and before "
+        "softcap, as torch's flex_attention has it; see `flex_attention` for what it may do. b, h, "
+        "i and j count in the larger call with place. Floating tensors that it captures have "
+        "gradients: the first, in reverse mode. The kernels of the CPU and of Triton run it on "
+        "each score; elsewhere what it adds to the score becomes a mask, and other functions raise "
+        "NotImplementedError.",
+        stage="score",
+    ),
+    "mask_mod": Public(
+        "A function (b, h, i, j) -> bool, True where row i may attend to key j. It hides after all "
+        "other stages. Keys that it hides in whole blocks are skipped."
+    ),
+    "row_invariant": Public(
+        "If True, the bits of a row do not depend on the number of rows in the call: decoding "
+        "token by token, in chunks or at once gives the same bits. This turns off the kernels for "
+        "few rows. If False, only the results of those kernels differ, in the last bits."
+    ),
+    "backend": Public(
+        "Run on this backend, or raise. None takes the first backend that can run the call. See "
+        "`fastattn.explain`."
+    ),
+}
+# None, except these:
+DEFAULTS: dict[str, Any] = dict.fromkeys(PUBLIC)
+DEFAULTS |= {"causal": False, "dropout_p": 0.0, "row_invariant": False}
+
+
 class Options(NamedTuple):
     """The scalars of a call, as torch operators can carry them; None means the default."""
 
@@ -253,6 +386,21 @@ class Options(NamedTuple):
     def stored(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of out if q has this dtype, and of the gradient of a tensor with this dtype."""
         return acc_dtype(dtype) if self.acc_dtype_out else dtype
+
+
+Fields = TypeVar("Fields", Tensors, Options)
+_is_compiling = torch.compiler.is_compiling
+
+
+def changed(x: Fields, **values: Any) -> Fields:
+    """x with other values of the fields that are named, as `x._replace(**values)`.
+
+    torch.compile traces `_replace` from torch 2.9 on, and the code below before that, too.
+    """
+    if not _is_compiling():
+        return x._replace(**values)  # ty: ignore
+    kind = type(x)
+    return kind(*[values.get(name, old) for name, old in zip(kind._fields, x)])
 
 
 def _arguments() -> dict[str, Argument]:

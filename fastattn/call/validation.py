@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import argument_hints
-from .int4 import INT4, columns
+from .int4 import BLOCK, BLOCK_BYTES, INT4, columns, row_bytes
 from .need import need, need_a_tensor, need_dense, shape_of
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
@@ -34,7 +34,6 @@ from .spec import (
     result_letters,
     result_shape,
 )
-from .storage_rules import check_int4_rows, check_storage
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNMENTS = ("", "top_left", "bottom_right")
@@ -105,7 +104,7 @@ def check(t: Tensors, o: Options) -> None:
     """Raise ValueError or TypeError, saying got / expected, for anything that breaks a rule."""
     for name, argument, x in _present(t):
         _type(argument, x, optional=name in Tensors._field_defaults)
-    check_storage(t)
+    _storage(t)
     for _, argument, x in _present(t):
         if argument.dtype != "kv" or t.k.dtype != INT4:
             _dtype(argument, x, t.q.dtype, t.k_scale is not None)
@@ -187,6 +186,38 @@ def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> No
     need(ok, f"{argument.name}.dtype", x.dtype, expected)
 
 
+def _storage(t: Tensors) -> None:
+    """k_scale and v_scale must come together, with k and v of the same dtype. Rows in four bits,
+    too, are those of both k and v, in a packed batch, and have no scales beside them."""
+    given = [name for name in ("k_scale", "v_scale") if getattr(t, name) is not None]
+    if t.k.dtype == INT4:
+        expected = f"{t.q.dtype}, as q has; attention_packed takes rows in four bits ({INT4})"
+        need(t.cu_q is not None, "k.dtype", INT4, expected)
+        expected = f"None, because rows in four bits ({INT4}) contain their scales"
+        need(not given, "".join(given[:1]), "a tensor", expected)
+        if t.v is not None:
+            need(t.v.dtype == INT4, "v.dtype", t.v.dtype, f"{INT4}, as k has")
+    elif t.v is not None and t.cu_q is not None:
+        need(t.v.dtype != INT4, "k.dtype", t.k.dtype, f"{INT4}, as v has")
+    if not given:
+        return
+    need(len(given) == 2, "k_scale and v_scale", f"{given[0]} alone", "both, or neither")
+    need(t.cu_q is not None, "k_scale", "a tensor", "None, because cu_q is None")
+    if t.v is not None:
+        need(t.v.dtype == t.k.dtype, "v.dtype", t.v.dtype, f"{t.k.dtype}, as k has")
+
+
+def _int4_rows(q: Tensor, k: Tensor, v: Tensor | None) -> None:
+    D = q.shape[3]
+    expected = f"a head dim that is a multiple of {BLOCK}, because k has rows in four bits ({INT4})"
+    need(D % BLOCK == 0, "q", shape_of(q), expected)
+    expected = f"rows of {row_bytes(D)} bytes, {BLOCK_BYTES} for {BLOCK} numbers of q's {D}"
+    need(k.shape[3] == row_bytes(D), "k", shape_of(k), expected)
+    if v is not None:
+        expected = f"rows of a multiple of {BLOCK_BYTES} bytes, which have {BLOCK} numbers"
+        need(v.shape[3] % BLOCK_BYTES == 0, "v", shape_of(v), expected)
+
+
 def _layout(t: Tensors) -> dict[str, int]:
     """The sizes that the letters of shapes stand for, from q, k and v."""
     q, k, v = t[:3]
@@ -199,7 +230,7 @@ def _layout(t: Tensors) -> dict[str, int]:
     if t.block_table is None:
         need(k.shape[0] == B, "k", shape_of(k), f"batch size {B}, as q has")
     if k.dtype == INT4:
-        check_int4_rows(q, k, v)
+        _int4_rows(q, k, v)
     else:
         need(k.shape[3] == D, "k", shape_of(k), f"head dim {D}, as q has")
     if not divides(Hk, H):
@@ -371,3 +402,22 @@ def _scalars(o: Options, dtype: torch.dtype) -> None:
     need(fits, "softcap", o.softcap, f"a number above 0 that {finfo.dtype} holds, or None")
     for name, x in (("left", o.left), ("right", o.right)):
         need(x is None or x >= 0, f"window {name}", x, "0 or more, or None for no limit")
+
+
+def need_like(name: str, x_t: Tensor, x: Tensor, *about: str) -> None:
+    """Raise ValueError unless tangent x_t equals x in these attributes, such as "shape"."""
+    for what in about:
+        got, own = getattr(x_t, what), getattr(x, what)
+        if not (agree(got, own) if what == "shape" else got == own):
+            shown = tuple if what == "shape" else str
+            need(False, f"{name}_t.{what}", shown(got), f"{shown(own)}, as {name} has")
+
+
+def need_tangent(name: str, x_t: Any, x: Any) -> None:
+    """Raise TypeError or ValueError unless x_t can be the tangent of x."""
+    need_a_tensor(f"{name}_t", x_t, "a torch.Tensor or None")
+    need_dense(f"{name}_t", x_t)
+    moves = isinstance(x, Tensor) and x.is_floating_point()
+    why = f"{name} is {'None' if x is None else 'no floating tensor'}"
+    need(moves, f"{name}_t", "a tensor", f"None, because {why}")
+    need_like(name, x_t, x, "shape", "dtype", "device")

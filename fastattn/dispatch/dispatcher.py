@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends.native.marshalling import Kind, kind
-from ..call.changed import changed
-from ..call.spec import Options, Tangents, Tensors
+from ..call.spec import Options, Tangents, Tensors, changed
 from . import functorch, run_pass
 from .forward_arguments import flat
 from .legacy_vmap import is_batched_by_autograd

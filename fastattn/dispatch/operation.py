@@ -31,8 +31,7 @@ from ..call.spec import (
     acc_dtype,
     result_shape,
 )
-from ..call.tangents import need_like
-from ..call.validation import describe, need_memory
+from ..call.validation import describe, need_like, need_memory
 from ..namespace import operator
 from .advice import advise
 

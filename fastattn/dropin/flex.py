@@ -22,12 +22,12 @@ from ..backends.base import in_order
 from ..backends.base import names as backend_names
 from ..call.scalars import flag
 from ..call.sizes import divides, holds, is_decided, known
-from ..call.spec import TOKENS, acc_dtype
+from ..call.spec import TOKENS, MaskMod, ScoreMod, acc_dtype
 from ..require_torch import TORCH_VERSION
 from ..score_mods.lowering import Lowered
 from ..score_mods.mod_call import ModCall
 from ..score_mods.recognition import Shape
-from ..score_mods.tracing import MaskMod, ScoreMod, trace_mask_mod, trace_score_mod
+from ..score_mods.tracing import trace_mask_mod, trace_score_mod
 from . import flex_blocks
 from .sdpa import _order_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call.sizes import agree, broadcasts, known
-from ..score_mods.tracing import MaskMod
+from ..call.spec import MaskMod
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 NO_BLOCKS = 1 << 30  # torch's block size for "no block mask": one block that holds any sequence

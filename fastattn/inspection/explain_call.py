@@ -14,7 +14,7 @@ from ..backends.native import libraries
 from ..backends.native.marshalling import kind
 from ..backends.preference import RULES, KernelClasses
 from ..call.qv import joined
-from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, MEANING, AttentionSpec, Options, Tensors
+from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, AttentionSpec, Feature, Options, Tensors
 from ..call.validation import describe
 from ..score_mods.intervals import NONE
 from ..score_mods.mod_text import ModText
@@ -182,8 +182,9 @@ def support_table() -> str:
             *map(_head_dims, declared),
         ],
         *(
-            [what, *("yes" if f & s.features else "no" for s in declared)]
-            for f, what in MEANING.items()
+            [f.meaning, *("yes" if f & s.features else "no" for s in declared)]
+            for f in Feature
+            if f.meaning
         ),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

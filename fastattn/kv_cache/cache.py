@@ -10,7 +10,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,12 +22,11 @@ from ..backends.native.marshalling import kind
 from ..backends.shared.value_checks import checks_values
 from ..call.int4 import BLOCK, INT4
 from ..call.need import need_a_tensor, need_constant
-from ..call.place import Place
 from ..call.quantisation import STORAGE
 from ..call.scalars import flag, whole
+from ..call.spec import CacheArguments
 from ..call.validation import DTYPES
 from ..dispatch.torch_function import is_compiling
-from ..score_mods.tracing import MaskMod, ScoreMod
 from . import key_offset
 from .block_pool import Claim, Pool, indexable, used
 from .new_rows import Put, put, put_stored
@@ -61,25 +60,6 @@ def _kept(method: F) -> F:
     """Run `method` with gradients and inference mode off, so that calls in any mode may use the
     tensors that it makes."""
     return torch.inference_mode(False)(torch.no_grad()(method))
-
-
-class CacheArguments(TypedDict, total=False):
-    """What `KVCache.attention` takes beside q, causal and offsets: the rest of `api.Arguments`,
-    except key_lengths, which the cache supplies."""
-
-    mask: Tensor | None
-    window: tuple[int | None, int | None] | None
-    alibi_slopes: Tensor | None
-    softcap: float | None
-    sinks: Tensor | None
-    dropout_p: float
-    seed: int | Tensor | None
-    scale: float | None
-    place: Place | None
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
-    row_invariant: bool
-    backend: str | None
 
 
 class KVCache:

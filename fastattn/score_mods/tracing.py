@@ -15,8 +15,6 @@ from .functions import call
 from .program import Program, Value, without_unused
 from .symbols import Symbol, Table, Trace, indexed, kind_of, refused
 
-ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
-MaskMod = Callable[[Any, Any, Any, Any], Any]
 SCORE_MOD, MASK_MOD = ("score", "b", "h", "i", "j"), ("b", "h", "i", "j")
 GETITEM = torch.Tensor.__getitem__
 SETITEM = torch.Tensor.__setitem__

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Unpack  # torch depends on it
 
 from ..api import attention_packed
 from ..call.scalars import alignment, flag, whole
+from ..call.signatures import refuse_unknown, with_arguments
 from ..call.sizes import agree, divides, holds
+from ..call.spec import ScoreArguments
 from ..dispatch.torch_function import is_compiling, is_overridden
 from ..merging import weigh
 from .key_lists import key_lists
@@ -29,13 +33,9 @@ def attention_selected(
     block: int = 1,
     key_lengths: Tensor | None = None,
     causal: bool | Literal["top_left", "bottom_right"] = False,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
     backend: str | None = None,
+    **arguments: Unpack[ScoreArguments],
 ) -> Tensor: ...
 @overload
 def attention_selected(
@@ -47,13 +47,9 @@ def attention_selected(
     block: int = 1,
     key_lengths: Tensor | None = None,
     causal: bool | Literal["top_left", "bottom_right"] = False,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
     return_lse: Literal[True],
     backend: str | None = None,
+    **arguments: Unpack[ScoreArguments],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_selected(
@@ -65,14 +61,11 @@ def attention_selected(
     block: int = 1,
     key_lengths: Tensor | None = None,
     causal: bool | Literal["top_left", "bottom_right"] = False,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
     return_lse: bool,
     backend: str | None = None,
+    **arguments: Unpack[ScoreArguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@functools.partial(with_arguments, kind=ScoreArguments)
 def attention_selected(
     q: Tensor,
     k: Tensor,
@@ -82,13 +75,9 @@ def attention_selected(
     block: int = 1,
     key_lengths: Tensor | None = None,
     causal: bool | Literal["top_left", "bottom_right"] = False,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **arguments: Unpack[ScoreArguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `attention` of each row to the blocks of keys that `indices` names for it.
 
@@ -110,16 +99,13 @@ def attention_selected(
         block: The number of keys of a block.
         key_lengths: As in `attention`. Named keys at or past an item's length are hidden.
         causal: As in `attention`.
-        sinks: As in `attention`.
-        scale: As in `attention`.
-        softcap: As in `attention`.
-        dropout_p: As in `attention`. Draws count the keys that a row sees, in ascending order: row
-            i of item b draws what `attention_packed` draws for sequence (b G + g) M + i.
-        seed: As in `attention`.
         return_lse: If True, also return the LSE. It has a gradient, so `fastattn.merge` can combine
             selected keys with a local window in one softmax.
         backend: As in `attention`. The backward pass runs on the first backend that has it, if this
             one has none.
+        **arguments: softcap, sinks, dropout_p, seed and scale of `attention`. Draws of dropout
+            count the keys that a row sees, in ascending order: row i of item b draws what
+            `attention_packed` draws for sequence (b G + g) M + i.
 
     Shape:
         q: (B, H, M, D), float32, float64, bfloat16 or float16.
@@ -129,8 +115,7 @@ def attention_selected(
             h // (H / G) share a list.
         block: 1, 4, 16, 32, 64 or 128.
         key_lengths: (B,), int32 or int64.
-        seed: An int, or one int64 element on q's device.
-        sinks: (H,).
+        {shapes}
         out: (B, H, M, Dv), q's dtype, in the memory order (B, M, H, Dv).
         lse: (B, H, M), float32 (float64 for float64).
 
@@ -154,15 +139,15 @@ def attention_selected(
     """
     flag("return_lse", return_lse)
     if is_overridden(q, k, v, indices) and not is_compiling():
-        own: dict[str, Any] = dict(block=block, key_lengths=key_lengths, causal=causal, sinks=sinks)
-        own |= dict(scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed)
-        own |= dict(return_lse=return_lse, backend=backend)
+        own: dict[str, Any] = dict(block=block, key_lengths=key_lengths, causal=causal)
+        own |= dict(return_lse=return_lse, backend=backend, **arguments)
         given = q, k, v, indices
         return torch.overrides.handle_torch_function(attention_selected, given, *given, **own)
+    refuse_unknown("attention_selected", arguments, ScoreArguments)
+    sinks = arguments.pop("sinks", None)
     _check(q, k, v, indices, block, key_lengths, sinks)
     table, lengths = key_lists(indices, key_lengths, k.shape[2], block, alignment(causal))
     call = _Fold(*q.shape[:3], indices.shape[1], k.shape[1])
-    shared: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed)
     one_group = call.G == 1
     rows, lse = attention_packed(
         call.rows(q),
@@ -176,7 +161,7 @@ def attention_selected(
         sinks=sinks if one_group else None,
         backend=backend,
         return_lse=True,
-        **shared,
+        **arguments,
     )
     out, lse = call.heads(rows), call.heads(lse[..., None])[..., 0]
     if sinks is not None and not one_group:

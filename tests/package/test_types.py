@@ -20,6 +20,7 @@ import pytest
 
 import fastattn
 from fastattn import api, reference
+from fastattn.call.spec import DIFFERENTIABLE, PUBLIC, TangentArguments
 from fastattn.flash_attn import flash_attn_interface
 from fastattn.kv_cache import cache
 from tests.support.checkout import ROOT as CHECKOUT
@@ -119,8 +120,14 @@ def test_the_stub_has_the_functions_parameters(name):
     assert no == "Tensor" and yes.startswith("tuple[Tensor, Tensor") and either == f"{no} | {yes}"
 
 
-def test_repeated_lists_of_arguments_agree():
+def test_types_and_signatures_have_the_arguments_of_the_table():
+    def shown(function):
+        own = inspect.signature(function).parameters
+        return [x for x in own if x not in ("q", "k", "v") and "return" not in x]
+
     every = typing.get_type_hints(api.Arguments)
+    assert every.keys() == PUBLIC.keys()
+    assert shown(fastattn.attention) == [*PUBLIC, "qv"]
     of_cache = {x: y for x, y in every.items() if x not in ("causal", "key_lengths")}
     assert typing.get_type_hints(cache.CacheArguments) == of_cache
     lacking = ("row_invariant", "backend", "score_mod", "mask_mod")
@@ -128,8 +135,10 @@ def test_repeated_lists_of_arguments_agree():
     hints = typing.get_type_hints(reference.Arguments)
     own_alone = ("again", "score_mod")
     assert {x: y for x, y in hints.items() if x not in own_alone} == of_reference
-    own = inspect.signature(reference.attention).parameters
-    assert [x for x in own if x not in ("q", "k", "v") and "return" not in x] == list(hints)
+    assert shown(reference.attention) == [*(x for x in PUBLIC if x in of_reference), *own_alone]
+    tangents = [f"{x}_t" for x in DIFFERENTIABLE if x in PUBLIC]
+    jvp = typing.get_type_hints(TangentArguments)
+    assert [x for x in jvp if x not in every] == tangents
     packed = typing.get_type_hints(api.PackedArguments)
     own = inspect.signature(fastattn.attention_packed).parameters
     assert packed.keys() == own.keys() - {"q", "k", "v", "cu_q", "cu_k", "return_lse"}
