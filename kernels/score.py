@@ -413,10 +413,21 @@ def tanh(y):
 def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
     """Scores of a tile, and the derivative d logit / d (scale q.k). In EDGES some keys may not
     exist."""
-    s, derivative = qk, 1.0
+    s, derivative, _ = curved_score(qk, rows, keys, call, extras, F, PART, False)
+    return s, derivative
+
+
+@triton.jit
+def curved_score(
+    qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr, CURVED: tl.constexpr
+):
+    """`score`, and if CURVED the derivative of its derivative by q.k, from what is no program."""
+    s, derivative, curve = qk, 1.0, 0.0
     if F.softcap:
         s = tanh(qk * call.reals.per_softcap)
         derivative = 1 - s * s
+        if CURVED:
+            curve = -(call.reals.per_softcap / LOG2E) * s * derivative
     if not F.scaled:
         s *= call.reals.softcap if F.softcap else call.reals.scale
     if F.score_mod is not None:
@@ -438,7 +449,7 @@ def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
             b, h, i, j = indices(rows, keys, call, extras, F)
             seen = F.mask_mod(b, h, i, j, extras.captured)
             s, derivative = hidden(s, derivative, seen, F)
-    return s, derivative
+    return s, derivative, curve
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .score import EDGES, LOG2E, LOG2E_REST, indices, probability, score, tanh, visible
+from .score import EDGES, LOG2E, LOG2E_REST, curved_score, indices, probability, visible
 from .tile import dot, fma, head_of, load
 
 
@@ -73,14 +73,13 @@ def moved_scores(
     A hidden entry has P = 0, but its s_t may be any number or NaN: use s_t only where p > 0.
     """
     MASKED: tl.constexpr = PART == EDGES
-    s, phi = score(qk, rows, keys, call, extras, F, PART)
+    s, phi, curve = curved_score(qk, rows, keys, call, extras, F, PART, True)
     p = probability(s, levels, call, F)
     if MASKED:
         p = tl.where(visible(rows, keys, item, call, F), p, 0.0)
     s_t, phi_t = qk_t * (phi * call.reals.scale), 0.0
-    if F.softcap:  # the tanh of `score` again: the compiler computes it once
-        bent = tanh(qk * call.reals.per_softcap)
-        phi_t = -(call.reals.per_softcap / LOG2E) * bent * phi * qk_t
+    if F.softcap:
+        phi_t = curve * qk_t
     if F.score_mod is not None:
         b, h, i, j = indices(rows, keys, call, extras, F)
         bent = F.bend(qk * call.reals.scale, b, h, i, j, extras.captured)

@@ -1,16 +1,9 @@
 // What decides in both classes which kernel a call gets.
 #pragma once
 #include "../abi.h"
-#include "ptx.cuh"
+#include "mask.cuh"
 
 namespace fa {
-
-// True if something other than a positive scale and a band changes the scores or the weights. Plain
-// kernels take the maximum of products, which only a positive scale preserves.
-inline bool is_general(const FaParams& p) {
-  return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
-         !(static_cast<float>(p.scale) > 0);
-}
 
 // Calls `use` with the format of this call's elements.
 template <class Use>

@@ -121,6 +121,13 @@ FA_DEVICE void add_mask(float (&s)[n][4], const Places& at, const MaskLines& mas
   }
 }
 
+// True if something other than a positive scale and a band changes the scores or the weights. Plain
+// kernels take the maximum of products, which only a positive scale preserves.
+inline bool is_general(const FaParams& p) {
+  return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
+         !(static_cast<float>(p.scale) > 0);
+}
+
 // Products become logits, before the band. Gradients by logits, if there are any, become those by
 // the scaled products: times the derivative of softcap, and 0 where a bool mask hides the key. A
 // mask that is known to hide nothing need not be read.

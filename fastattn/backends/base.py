@@ -17,23 +17,8 @@ from ..namespace import PACKAGE
 from .preference import PREFERENCE, RULES, KernelClasses, Rule
 from .shared import gpu
 
-# The features that every backend has. Each backend lists the others that it has. A new feature
-# belongs here only if all backends have it: a backend must decline a feature that it lacks.
-COMMON_FEATURES = (
-    Feature.BAND
-    | Feature.LENGTHS
-    | Feature.MASK
-    | Feature.ALIBI
-    | Feature.SOFTCAP
-    | Feature.SINKS
-    | Feature.DROPOUT
-    | Feature.GQA
-    | Feature.WEIGHTS
-    | Feature.GRAD
-    | Feature.PLACE
-    | Feature.PACKED
-    | Feature.PAGED
-)
+# The features that every backend has. Each backend lists the others that it has.
+COMMON_FEATURES = Feature(Feature.PAGED_GRAD.value - 1)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def with_arguments(function: Function, kind: Any = Arguments, **defaults: Any) -
     editors, before its own keywords; and their texts in place of {arguments}, {sentences} (the
     first sentence of each) and {shapes} in its docstring.
 
-    defaults: of the arguments whose meaning is not that of `PUBLIC`.
+    defaults: of the arguments that differ from those of `PUBLIC`.
     """
     hints = {name: x.__forward_arg__ for name, x in kind.__annotations__.items()}
     public = [name for name in PUBLIC if name in hints and name not in defaults]

@@ -41,7 +41,11 @@ TOKENS = "BMH"  # the memory order of heads after a projection; "BHM" is contigu
 
 
 class Feature(enum.Flag):
-    """The building blocks that a backend may support. Each backend lists those that it has."""
+    """The building blocks that a backend may support. Each backend lists those that it has.
+
+    Every backend has those up to PAGED: a feature belongs there only then, because a backend must
+    decline a feature that it lacks.
+    """
 
     meaning: str  # a row of the support table, for readers
 
@@ -110,6 +114,11 @@ class Argument(NamedTuple):
     broadcast: bool = False
     field: str = ""  # the name in FaParams, if it is not that of `NATIVE_NAMES`
     optional: bool = True
+
+    def counts_items(self, x: Tensor) -> bool:
+        """True if the first dimension of x is that of the items."""
+        letters = (shape.split() for shape in self.shapes if not self.broadcast)
+        return any(each[0] == "B" and len(each) == x.ndim for each in letters if each)
 
 
 class Tensors(NamedTuple):
@@ -248,7 +257,7 @@ class TangentArguments(Arguments, total=False):
 
 
 class Public(NamedTuple):
-    """What readers are told of an argument. A table has the first sentence of `text`."""
+    """The documentation of an argument. A table has the first sentence of `text`."""
 
     text: str
     shape: str = ""  # of a tensor
@@ -415,6 +424,7 @@ def _arguments() -> dict[str, Argument]:
 
 ARGUMENTS = _arguments()  # by name, in the order of `Tensors`
 INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
+BY_HEAD = tuple(a for a in ARGUMENTS.values() if a.shapes[0] == "H")  # a number for each head
 DIFFERENTIABLE = tuple(name for name, a in ARGUMENTS.items() if a.gradient)
 assert Tangents._fields == DIFFERENTIABLE
 # What passes return, in q's dtype unless `acc_dtype_out`; normaliser and lse in `acc_dtype`.

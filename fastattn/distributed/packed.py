@@ -342,13 +342,12 @@ def _of_items(arguments: dict[str, Any], items: slice) -> dict[str, Any]:
     """The arguments of these sequences, cut from those of the whole batch."""
     found = dict(arguments)
     for argument in ARGUMENTS.values():
-        x, shapes = arguments.get(argument.name), [x.split() for x in argument.shapes]
+        x = arguments.get(argument.name)
         if not isinstance(x, Tensor):
             continue
         if argument.broadcast:
-            (letters,) = shapes
-            found[argument.name] = _cut(x, -len(letters), items.start, items.stop)
-        elif ["B"] in [letters[:1] for letters in shapes if len(letters) == x.ndim]:
+            found[argument.name] = _cut(x, -len("BHMN"), items.start, items.stop)
+        elif argument.counts_items(x):
             found[argument.name] = x[items]
     return found
 

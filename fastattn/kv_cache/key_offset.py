@@ -21,12 +21,13 @@ from ..api import attention_packed
 from ..call.place import EVERYTHING
 from ..call.quantisation import dequantised
 from ..call.sizes import known
-from ..call.spec import acc_dtype
+from ..call.spec import PUBLIC, acc_dtype
 from ..call.validation import DTYPES, check_alone
 from ..merging import merge
 from ..score_mods.lowering import MOST_COPIED
 
 FEWEST = 16  # tokens that tell an offset from chance
+OF_SCORES = [name for name, x in PUBLIC.items() if x.stage == "score"]
 
 
 def offset_of(k: Tensor, value_dim: int = 0) -> Tensor | None:
@@ -53,8 +54,8 @@ def offset_of(k: Tensor, value_dim: int = 0) -> Tensor | None:
 
 def attend(q: Tensor, offset: Tensor, given: dict[str, Any]) -> Any:
     """`attention_packed` of q (T,H,D) over keys that are stored less `offset` (Hk,D)."""
-    sinks, mod, with_lse = (given.get(name) for name in ("sinks", "score_mod", "return_lse"))
-    inside = mod is not None or given.get("softcap") is not None
+    sinks, with_lse = given.get("sinks"), given.get("return_lse")
+    inside = any(given.get(name) is not None for name in OF_SCORES)
     if not (inside or sinks is not None or with_lse) or not _fit(q, offset):
         return attention_packed(q, **given)  # and raises if q does not fit
     removed = _removed(q, offset, given.get("scale"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...call.spec import ARGUMENTS, DIFFERENTIABLE, TOKENS, AttentionSpec
+from ...call.spec import ARGUMENTS, BY_HEAD, DIFFERENTIABLE, TOKENS, AttentionSpec
 from ..base import dense_layout
 from . import libraries
 from .libraries import DTYPE, POINTER, TENSOR
@@ -39,8 +39,9 @@ def _tensors(spec: AttentionSpec, which: int) -> Iterator[tuple[str, Sequence[in
     for name, shape in shapes.items():
         yield name, dense_layout(*shape, TOKENS)[1], spec.dtype
     heads, pair = (0, 1, 0, 0), (H * M, M, 1, B * H * M)
-    for name in spec.given & {"alibi_slopes", "sinks"}:
-        yield ARGUMENTS[name].field, heads, spec.acc_dtype
+    by_head = [a for a in BY_HEAD if a.name in spec.given]
+    for a in by_head:
+        yield a.field, heads, spec.acc_dtype
     if spec.mask_shape is not None and spec.mask_dtype is not None:
         yield "mask", _broadcast(spec.mask_shape), spec.mask_dtype
     attends = not spec.weights
@@ -66,8 +67,9 @@ def _tensors(spec: AttentionSpec, which: int) -> Iterator[tuple[str, Sequence[in
             yield "dmask", _broadcast((spec.B, *shape[1:])), spec.acc_dtype
         else:
             yield "dmask", _broadcast(shape), spec.stored(spec.mask_dtype)
-    if "sinks" in spec.given:
-        yield "dsinks", (H, 1, 0, 0) if spec.packed else heads, spec.acc_dtype
+    for a in by_head:
+        if a.gradient:
+            yield f"d{a.field}", (H, 1, 0, 0) if spec.packed else heads, spec.acc_dtype
 
 
 def _broadcast(shape: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,16 @@ from torch.nn import functional as F
 
 from ...call.quantisation import dequantised
 from ...call.scalars import whole
-from ...call.spec import INCOMING, RESULTS, TOKENS, WITH_TANGENTS, AttentionSpec, Tangents, Tensors
+from ...call.spec import (
+    ARGUMENTS,
+    INCOMING,
+    RESULTS,
+    TOKENS,
+    WITH_TANGENTS,
+    AttentionSpec,
+    Tangents,
+    Tensors,
+)
 from ..base import empty_dense
 from ..native.marshalling import kind
 
@@ -45,6 +54,7 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
     ends = None if t.cu_k is None else _within(t.cu_k, spec.S, spec.N)
     given = spec.given - {"cu_q", "cu_k", "block_table", "k_scale", "v_scale"}
     kept = t.k, t.v, t.k_scale, t.v_scale
+    of_items = {name: x for name in given if ARGUMENTS[name].counts_items(x := t.given(name))}
     for b in range(spec.B):
         rows = starts[b]
         if ends is not None:
@@ -61,10 +71,7 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
             k=k,
             v=v,
             mask=None if t.mask is None else of_sequence(t.mask, b)[..., :M, :N],
-            key_lengths=None if t.key_lengths is None else t.key_lengths[b : b + 1],
-            alibi_slopes=t.alibi_slopes
-            if t.alibi_slopes is None or t.alibi_slopes.ndim == 1
-            else t.alibi_slopes[b : b + 1],
+            **{name: x[b : b + 1] for name, x in of_items.items()},
             cu_q=None,
             cu_k=None,
             block_table=None,

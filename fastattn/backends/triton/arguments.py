@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...call import quantisation
-from ...call.spec import PLACED, AttentionSpec, Feature, Tensors
+from ...call.spec import BY_HEAD, PLACED, Argument, AttentionSpec, Feature, Tensors
 from ...score_mods.mod_text import ModText
 from ...score_mods.recognition import inputs_of
 from ..base import broadcast_strides
@@ -130,17 +130,13 @@ def extras(spec: AttentionSpec, t: Tensors) -> Any:
     """The optional tensors, in the dtypes that kernels read."""
     if not spec.given and t.seed is None:
         return _no_extras()
-    mask, slopes = t.mask, t.alibi_slopes
+    mask = t.mask
     if mask is not None:
         mask = broadcast(mask.view(torch.uint8) if mask.dtype == torch.bool else mask)
-    if slopes is not None:
-        slopes = slopes.to(torch.float32)
-        slopes = operand(slopes if slopes.ndim == 2 else slopes.expand(spec.B, spec.H))
     return kernels().score.Extras(
         mask=mask,
         lengths=None if t.key_lengths is None else t.key_lengths.to(torch.int64).contiguous(),
-        slopes=slopes,
-        sinks=None if t.sinks is None else t.sinks.to(torch.float32).contiguous(),
+        **{a.field: by_head(spec, a, getattr(t, a.name)) for a in BY_HEAD},
         seed=t.seed if spec.dropout_p > 0 else None,
         cu_q=offsets(t.cu_q, spec.T),
         cu_k=offsets(t.cu_k, spec.S),
@@ -151,6 +147,16 @@ def extras(spec: AttentionSpec, t: Tensors) -> Any:
         dropout_head_period=spec.dropout_head_period or None,
         captured=captured(spec, t),
     )
+
+
+def by_head(spec: AttentionSpec, a: Argument, x: Tensor | None) -> Any:
+    """Numbers of heads: contiguous (H,), or an Operand of (B,H) if items may have their own."""
+    if x is None:
+        return None
+    x = x.to(torch.float32)
+    if len(a.shapes) == 1:
+        return x.contiguous()
+    return operand(x if x.ndim == 2 else x.expand(spec.B, spec.H))
 
 
 def captured(spec: AttentionSpec, t: Tensors) -> Any:
@@ -220,9 +226,8 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool, latent: bool = False):
         mask="" if not masked else "bool" if spec.mask_dtype == torch.bool else "add",
         mask_rows=varies[2],
         block_mask=(masked or made.mask_mod is not None) and structured(spec),
-        alibi="alibi_slopes" in spec.given,
         softcap=spec.softcap > 0,
-        sinks="sinks" in spec.given,
+        **{str(a.feature.name).lower(): a.name in spec.given for a in BY_HEAD},
         dropout=spec.dropout_p > 0,
         fours=spec.at_key % 4 == 0,
         precision="tf32" if tf32 else "ieee",
