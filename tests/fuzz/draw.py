@@ -317,6 +317,7 @@ class PackedVerdict(Verdict):
             del shapes["lse"]
         if backward:
             shapes |= {"d" + name: given[name] for name in batch.needs_grad}
+        self.dtypes = {name: x.dtype for name, x in shapes.items()}
         self.exact, self.bounds = (
             {name: torch.zeros(x.shape, dtype=torch.float64) for name, x in shapes.items()}
             for _ in range(2)

@@ -96,6 +96,8 @@ def magnitudes(problem, out, backward=True, far=None):
     # sums of n terms err as the square root of n, where the terms are alike.
     logit = scale * (q @ all_heads(k).mT).amax() if p.numel() else torch.zeros(())
     logit = 1 + logit + largest_addend(kwargs, p, far) + rounded_terms(problem, p) / 2
+    if kwargs.get("sinks") is not None:  # a logit is rounded beside the row's largest
+        logit = torch.maximum(logit, kwargs["sinks"].view(-1, 1, 1))
     sizes = {"out": grown * (p @ all_heads(v)) * logit}
     if problem.kwargs.get("return_lse"):
         sizes["lse"] = logit.squeeze(-1)
@@ -183,6 +185,7 @@ class Verdict:
             far = far_rows(problem)
             self.exact = oracle(problem, backward, far)
             self.bounds = budgets(problem, self.exact, backward, far)
+        self.dtypes = {name: expected_dtype(name, problem) for name in self.exact}
 
     def complaints(self, attention, **more):
         """One line for each result of `attention(...)` that is out of budget."""
@@ -193,7 +196,7 @@ class Verdict:
             return [line for name in self.exact for line in self._about(name, got[name])]
 
     def _about(self, name, value):
-        exact, want = self.exact[name], expected_dtype(name, self.problem)
+        exact, want = self.exact[name], self.dtypes[name]
         if value.shape != exact.shape or value.dtype != want:
             yield f"{name}: got {value.dtype} {tuple(value.shape)}, not {want} {tuple(exact.shape)}"
             return

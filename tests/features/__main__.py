@@ -1,0 +1,20 @@
+"""Make one call again: `python -m tests.features dense avx512 M=1 sinks=200`. What is not named has
+its default (`factors.py`)."""
+
+import sys
+
+from tests.features import checking, factors
+
+
+def main(form, way, *given):
+    factor = factors.FORMS[form]
+    row = {name: levels[0] for name, levels in factor.items()}
+    for name, _, text in (x.partition("=") for x in given):
+        row[name] = {str(level): level for level in factor[name]}[text]
+    found = checking.complaints(form, row, way)
+    print("\n".join(found) or "right")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""The tensors and arguments that a row names: random values, the same in every run."""
+
+import zlib
+
+import torch
+
+import fastattn
+from tests.support.cases import DTYPES
+
+
+class Draw:
+    """Random tensors that depend on the row alone."""
+
+    def __init__(self, row):
+        self.row = row
+        self.dtype = DTYPES[row["dtype"]]
+        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.generator = torch.Generator().manual_seed(zlib.crc32(repr(row).encode()))
+
+    def randn(self, *shape, dtype=None):
+        x = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return x.to(dtype or self.dtype)
+
+    def rand(self, *shape):
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def integers(self, low, high, shape):
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def qkv(self, *shapes):
+        """Queries and keys are plain, large, or so that every logit is near -24: there one key that
+        leaks, with a logit of 0, takes the whole row."""
+        q, k, v = (self.randn(*shape, dtype=torch.float64) for shape in shapes)
+        D, kind = q.shape[-1], self.row["values"]
+        if kind == "large":
+            q = q * 4
+        if kind == "leaks":
+            scale = self.row["scale"] if isinstance(self.row["scale"], float) else D**-0.5
+            size = (24 / (D * abs(scale))) ** 0.5 if scale else 1.0
+            signs = torch.tensor([1.0 if d % 3 else -1.0 for d in range(D)]).double()
+            q, k = size * signs * (1 + 0.05 * q), -size * signs * (1 + 0.05 * k)
+            q = -q if scale < 0 else q
+        return [x.to(self.dtype) for x in (q, k, v)]
+
+    def small(self, x):
+        """A small tensor. If the row says so, there are other numbers between its elements."""
+        return spread(x, self.row["small_layout"])
+
+
+def laid(x, layout, heads=-3):
+    """The values of x in other memory. "expanded" makes all heads equal."""
+    if layout == "permuted":
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "offset":
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), torch.nan).to(x.dtype)
+        wide[..., 3:-2] = x
+        return wide[..., 3:-2]
+    if layout == "columns":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "expanded":
+        return x.narrow(heads, 0, 1).clone().expand_as(x)
+    if layout == "negated":
+        return torch._neg_view(-x)
+    return x.contiguous()
+
+
+def spread(x, layout):
+    if layout == "contiguous" or not x.ndim:
+        return x
+    wide = torch.stack((x, torch.full_like(x, 1) if x.dtype == torch.bool else x + 1), -1)
+    return wide.flatten(-2)[..., ::2]
+
+
+def of_scores(draw, row, B, H, M, N):
+    """The arguments that act on scores: (tensors that may require a gradient, others)."""
+    tensors, given = {}, {}
+    given["causal"] = {"no": False, "aligned": False, "top_left": True}.get(
+        row["causal"], row["causal"]
+    )
+    given |= {n: row[n] for n in ("window", "softcap", "scale") if row.get(n, "no") != "no"}
+    if (place := place_of(row)) != fastattn.Place():
+        given["place"] = place
+    if row.get("alibi", "no") != "no":
+        shape = (H,) if row["alibi"] == "H" else (B, H)
+        given["alibi_slopes"] = draw.small(draw.rand(*shape).to(draw.wide))
+    if row["sinks"] != "no":
+        sinks = draw.randn(H, dtype=draw.wide)
+        if row["sinks"] != "normal":
+            sinks[::2] = float(row["sinks"])
+        tensors["sinks"] = draw.small(sinks)
+    if row["dropout"] != "no":
+        given |= dict(dropout_p=row["dropout"], seed=2**63 - 25)
+    if row.get("mask", "no") != "no":
+        mask = draw.small(mask_of(draw, row, B, H, M, N))
+        (given if mask.dtype == torch.bool else tensors)["mask"] = mask
+    if row.get("mod", "no") == "table":
+        tensors["table"] = draw.randn(H, span(row), dtype=draw.wide)
+    if row.get("row_invariant"):
+        given["row_invariant"] = True
+    if row["lse"] != "no":
+        given["return_lse"] = True
+    return tensors, given
+
+
+def mask_of(draw, row, B, H, M, N):
+    sizes = dict(B=B, H=H, M=M, N=N)
+    kind, shape = row["mask"], [sizes.get(x, 1) for x in row["mask_shape"]]
+    hidden = draw.rand(*shape) < 0.3
+    if "rows" in kind and len(shape) > 1 and shape[-2] > 1:
+        hidden[..., shape[-2] // 2 :, :] = True
+    if kind in ("bool", "empty rows"):
+        return ~hidden
+    dtype = torch.float32 if kind == "float32" else draw.dtype
+    least = torch.finfo(dtype).min if kind == "finfo.min" else -torch.inf
+    return draw.randn(*shape, dtype=dtype).masked_fill(hidden, least)
+
+
+def place_of(row):
+    place = dict(bottom_right=True) if row["causal"] == "aligned" else {}
+    if row.get("place", "no") != "no":
+        place |= dict(head=1, item=2)
+        if "counts" not in row and "history" not in row:
+            place |= dict(row=3, key=6, rows=3 + row["M"] + 4, keys=6 + row["N"] + 7)
+    return fastattn.Place(**place)
+
+
+def wanted(row, tensors):
+    """The names of the tensors that require a gradient."""
+    others = [name for name in tensors if name not in ("q", "k", "v")] or [*tensors][:3]
+    some = dict(all=[*tensors], no=[], q=["q"], kv=["k", "v"], others=others)
+    found = some[row["grad"]]
+    if row["grad"] == "q" and "table" in tensors:
+        found = ["q", "table"]
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------- functions of the score
+
+
+def span(row):
+    """The number of entries of a table of distances."""
+    return 4 * (row["M"] + row["N"]) + 32
+
+
+SHOWN = {  # what mask_mods show; the last two have a structure that is recognised
+    "mask_mod": lambda i, j: (i // 7 >= j // 11) | (j % 5 == 0),
+    "band": lambda i, j: (j <= i + 2) & (i - j < 40),
+    "blocks": lambda i, j: i // 48 == j // 48,
+}
+
+
+def functions(row, H, table):
+    """The functions of the score as arguments of a call."""
+    if row.get("mod", "no") == "no":
+        return {}
+    if row["mod"] in SHOWN:
+        shown = SHOWN[row["mod"]]
+        return dict(mask_mod=lambda b, h, i, j: shown(i, j))
+    if row["mod"] == "softcap":
+        return dict(score_mod=lambda s, b, h, i, j: 3.0 * torch.tanh(s / 3.0))
+    half = span(row) // 2
+
+    def by_distance(s, b, h, i, j):
+        at = torch.clamp(i - j + half, 0, 2 * half - 1)
+        return s + table[torch.clamp(h, max=H - 1), at]
+
+    return dict(score_mod=by_distance)
+
+
+def without_functions(row, kwargs, table, H, M, N):
+    """The arguments of the same call by a mask and a softcap, for the oracle; and, of each element
+    of the mask, its address in the table, if there is one."""
+    place = kwargs.get("place") or fastattn.Place()
+    i, j = place.row + torch.arange(M)[:, None], place.key + torch.arange(N)
+    mask, kind = kwargs.get("mask"), row.get("mod", "no")
+    if kind == "softcap":
+        return kwargs | dict(softcap=3.0), None
+    if kind in SHOWN:
+        keep = SHOWN[kind](i, j)
+        if mask is None:
+            mask = keep
+        elif mask.dtype == torch.bool:
+            mask = (mask & keep).expand(*mask.shape[: max(mask.ndim - 2, 0)], M, N)
+        else:
+            mask = torch.where(keep, mask, -torch.inf)
+        return kwargs | dict(mask=mask), None
+    if kind != "table":
+        return kwargs, None
+    half = span(row) // 2
+    heads = (place.head + torch.arange(H)).clamp(max=table.shape[0] - 1)
+    at = heads[:, None, None] * table.shape[1] + (i - j + half).clamp(0, 2 * half - 1)
+    bias = table.reshape(-1)[at]
+    mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
+    return kwargs | dict(mask=mask), at.expand(mask.shape)

@@ -1,0 +1,70 @@
+"""Compare a call with the oracle; reduce one that fails to the smallest row that still does."""
+
+import shlex
+from contextlib import contextmanager
+
+from fastattn.backends import base
+from tests.features import factors
+from tests.features.caches import cached
+from tests.features.calls import Expected, dense, packed, selected
+from tests.support.backends import INTERPRETED, REASONS, variant, variants
+from tests.support.cases import DTYPES
+from tests.support.error_budget import one_thread
+
+MAKE = dict(dense=dense, packed=packed, paged=packed, selected=selected, cache=cached)
+
+
+def ways(row):
+    """Where a call may run: instruction sets of the CPU kernels, or names of other backends."""
+    found = []
+    for name, why in REASONS.items():
+        support = base.get(name).support
+        if not why and DTYPES[row["dtype"]] in support.dtypes:
+            found += [isa or name for isa in variants(name, DTYPES[row["dtype"]])]
+    by_reference = not INTERPRETED and not row.get("row_invariant")
+    return found + ["reference"] * by_reference
+
+
+@contextmanager
+def on(way):
+    """Yields the arguments of a call that runs so."""
+    if way in (*REASONS, "reference"):
+        yield dict(backend=way)
+        return
+    with variant(way):
+        yield {}
+
+
+def complaints(form, row, way):
+    """One line for each result that is not the oracle's."""
+    try:
+        with one_thread():
+            call = MAKE[form](row)
+            expected = Expected(call)
+            with on(way) as more:
+                found = call.run(**more)
+            missing = [f"{name}: got none" for name in expected.exact.keys() - found.keys()]
+            return missing or expected.about(found)
+    except Exception as error:  # a call that raises is a failure too, which may be reduced
+        return [f"{type(error).__name__}: {error}"]
+
+
+def smallest(form, row, way):
+    """The row with as many factors at their defaults as still fail."""
+    for name, levels in factors.FORMS[form].items():
+        smaller = row | {name: levels[0]}
+        if smaller != row and factors.allowed(smaller) and complaints(form, smaller, way):
+            row = smaller
+    return row
+
+
+def report(form, row, way):
+    """None if the call is right; else what is wrong, and a command that repeats it, reduced."""
+    found = complaints(form, row, way)
+    if not found:
+        return None
+    row = smallest(form, row, way)
+    given = [f"{name}={level}" for name, level in factors.changed(form, row).items()]
+    again = shlex.join(["python", "-m", "tests.features", form, way, *given])
+    reduced = complaints(form, row, way)[:3]
+    return "\n".join([*found[:3], "The smallest call that fails:", *reduced, again])

@@ -1,0 +1,207 @@
+"""The factors of a call and their levels, for each form of call. The first level is the default.
+
+Levels that hide everything else (sizes of 0, dropout of 1) are in hand-written tests: a row that
+has one of them tests no other.
+"""
+
+import functools
+import itertools
+
+from tests.features.covering import array
+
+# Around every edge of a tile: vectors of 4, 8 and 16 lanes, tiles of 16, 32, 64 and 128 rows or
+# keys, chunks of 512 keys; 8 and 4 rows are the most that the kernels for few rows take.
+ROWS = (17, 1, 2, 4, 5, 8, 9, 16, 33, 64, 65, 129)
+KEYS = (33, 1, 15, 16, 17, 63, 65, 127, 128, 129, 513, 650)
+WIDTHS = (16, 1, 3, 8, 17, 32, 33, 64, 80, 128)
+LAYOUTS = ("contiguous", "permuted", "offset", "columns", "expanded", "negated")
+MODS = ("no", "table", "mask_mod", "band", "blocks", "softcap")
+SCORES = {
+    "causal": ("no", "top_left", "bottom_right", "aligned"),
+    "window": ("no", (5, 3), (4, None), (None, 2), (0, 0), (70, 0)),
+    "lengths": ("no", "int64", "int32"),
+    "alibi": ("no", "H", "BH"),
+    "softcap": ("no", 4.0),
+    "sinks": ("no", "normal", "-inf", "200"),
+    "dropout": ("no", 0.3),
+    "scale": ("no", 0.0, -0.3, 0.5),
+    "mask": ("no", "bool", "float", "float32", "empty rows", "-inf in rows", "finfo.min"),
+    "mask_shape": ("BHMN", "B11N", "HMN", "MN", "N", "1HM1"),
+    "mod": MODS,
+    "place": ("no", "somewhere"),
+    "qv": ("no", "apart", "adjacent", "overlapping"),
+}
+COMMON = {
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "heads": ((2, 2), (4, 2), (3, 1), (17, 1)),
+    "small_layout": ("contiguous", "strided"),
+    "grad": ("all", "no", "q", "kv", "others"),
+    "lse": ("no", "loss"),
+    "values": ("normal", "leaks", "large"),
+}
+IN_MEMORY = {f"{name}_layout": LAYOUTS for name in "qkv"}
+DENSE = {
+    "B": (2, 1, 4),
+    "M": ROWS,
+    "N": KEYS,
+    "D": WIDTHS,
+    "Dv": WIDTHS,
+    **COMMON,
+    **SCORES,
+    **IN_MEMORY,
+    "dout_layout": LAYOUTS,
+    "row_invariant": (False, True),
+    # A call without a gradient, an LSE or any argument of score takes a way of its own.
+    "way": ("any", "short"),
+}
+PACKED = {
+    "M": (17, 1, 2, 4, 9, 33, 65, 129),
+    "N": (33, 1, 16, 17, 65, 128, 129, 530),
+    "counts": ("falling", "equal", "some empty"),
+    "index": ("int64", "int32"),
+    "longest": ("exact", "spare", "unsaid"),  # max_q and max_k
+    # Both at once: kernels of few bits ask for multiples of 32 or 64 in both.
+    "widths": tuple(zip(WIDTHS, (16, 8, 1, 33, 3, 80, 17, 64, 128, 32), strict=True)),
+    **COMMON,
+    **SCORES,
+    "qv": ("no", "apart"),
+    **IN_MEMORY,
+    "row_invariant": (False, True),
+}
+PAGED = {
+    **{name: levels for name, levels in PACKED.items() if name not in ("lengths",)},
+    "M": (1, 2, 4, 17, 65),
+    "widths": ((32, 32), (64, 64), (16, 3), (128, 64), (96, 160), (3, 17), (64, 128)),
+    "stored": ("own", "int8", "float8_e4m3fn", "float8_e5m2", "int4"),
+    "page": (16, 1, 5, 64, 256),
+    "pages": ("shuffled", "ascending", "shared", "none"),
+    "scale_layout": ("contiguous", "strided"),
+}
+SELECTED = {
+    "B": (2, 1),
+    "M": (5, 1, 17),
+    "N": (37, 1, 65, 129, 260),
+    "D": WIDTHS,
+    "Dv": WIDTHS,
+    **COMMON,
+    **{name: SCORES[name] for name in ("lengths", "softcap", "sinks", "dropout", "scale")},
+    "causal": ("no", "top_left", "bottom_right"),
+    "heads": ((4, 2), (3, 3), (5, 1)),
+    "lists": ("one", "by key head", "by head"),
+    "block": (1, 4, 16, 32, 64, 128),
+    "named": ("unsorted, repeated", "ascending", "ascending, repeated", "every"),
+    "index": ("int64", "int32"),
+    **IN_MEMORY,
+}
+CACHE = {
+    "B": (2, 1, 3),
+    "M": (1, 2, 4, 17, 33),
+    "N": (33, 1, 17, 64, 130),
+    "rows": ("of each item", "of any number"),
+    "history": ("once", "by one", "truncated", "evicted", "forked", "freed", "grown"),
+    "page": (16, None, 5, 64),
+    **{name: PAGED[name] for name in ("widths", "stored")},
+    "latent": (False, True),
+    "offset": (False, True),  # the keys have a channel that is far from 0
+    **COMMON,
+    **{name: levels for name, levels in SCORES.items() if name not in ("lengths", "qv")},
+    "q_layout": LAYOUTS,
+    "grad": ("all", "no", "q"),
+    "causal": ("bottom_right", "no", "top_left", "aligned"),
+    "row_invariant": (False, True),
+}
+FORMS = {"dense": DENSE, "packed": PACKED, "paged": PAGED, "selected": SELECTED, "cache": CACHE}
+SHORT = ("M", "N", "B", "D", "Dv", "dtype", "heads", "q_layout", "k_layout", "v_layout", "causal",
+         "scale", "values", "way", "dout_layout", "small_layout", "mask_shape")  # fmt: skip
+FEW_BITS = PAGED["stored"][1:]
+# The factor that tests an argument of `attention`, `attention_packed` or `attention_selected`, or a
+# tensor of `spec.Tensors`.
+FACTOR_OF = {
+    **{name: name for name in ("mask", "causal", "window", "softcap", "sinks", "scale", "place")},
+    **{name: name for name in ("row_invariant", "qv", "block")},
+    **dict(q="q_layout", k="k_layout", v="v_layout", key_lengths="lengths", alibi_slopes="alibi"),
+    **dict(dropout_p="dropout", seed="dropout", score_mod="mod", mask_mod="mod", cu_q="index"),
+    **dict(cu_k="index", block_table="pages", max_q="longest", max_k="longest", indices="named"),
+    **dict(k_scale="stored", v_scale="stored", return_lse="lse", normaliser="lse"),
+    **dict(captured_floats="mod", captured_ints="mod", mask_blocks="mod", backend="way"),
+}
+
+
+def forbidden(f, a, g, b):
+    """Does level a of factor f exclude level b of factor g?"""
+    if (f, a) == ("way", "short"):
+        return b != "no" if g == "grad" else g not in SHORT and b not in ("no", False)
+    if f == "qv" and a in ("adjacent", "overlapping"):  # k and v are views of one tensor
+        shared = (g, b) in (("grad", "all"), ("grad", "kv")) or (g == "lengths" and b != "no")
+        return shared or (g in ("k_layout", "v_layout") and b != "contiguous")
+    if f == "mod" and a != "no":
+        sums = (
+            a == "table" and g == "mask" and b in ("float", "float32", "-inf in rows", "finfo.min")
+        )
+        return sums or (g in ("softcap", "qv") and b != "no")
+    if f == "stored" and a != "own":
+        if g == "widths":
+            return a == "int4" and any(x % 32 for x in b)
+        lost = g in ("k_layout", "v_layout") and b not in ("contiguous", "permuted")
+        return lost or (g in ("grad", "qv") and b != "no")
+    if f == "offset" and a:
+        return g == "stored" and b == "own"
+    if (f, a) == ("pages", "none"):
+        return (g == "page" and b != 16) or (g, b) == ("stored", "own")
+    if f == "latent" and a:  # values are the first columns of keys
+        return g == "widths" and b[1] > b[0]
+    if (f, a) in (("history", "grown"), ("history", "forked")):
+        return g == "page" and b is None
+    return (f, g) == ("mask", "mask_shape") and a == "no" and b != "BHMN"
+
+
+@functools.cache
+def rows(form, strength=2, seed=0, most=None, **fixed):
+    """The calls of a form, each as a dict. fixed: the levels of some factors, if not all."""
+    return array(FORMS[form] | fixed, forbidden, strength, seed, most=most)
+
+
+# Kernels have ways for one argument of score without others, and tell special cases from a call as
+# a whole. Pairs in rows full of others miss these: here all else is at its default.
+ALONE = {
+    "causal": ("top_left", "bottom_right", "aligned"),
+    "window": ((5, 3), (0, 0), (70, 0)),
+    "lengths": ("int64",),
+    "alibi": ("BH",),
+    "softcap": (4.0,),
+    "sinks": ("normal", "-inf"),
+    "dropout": (0.3,),
+    "scale": (-0.3,),
+    "mask": ("bool", "float", "-inf in rows"),
+    "mod": MODS[1:],
+    "place": ("somewhere",),
+    "qv": ("apart", "overlapping"),
+    "grad": ("no",),
+    "row_invariant": (True,),
+}
+
+
+def sparse():
+    """Dense calls with two arguments of score, or one; sizes and dtypes in turn."""
+    levels = [(name, level) for name, some in ALONE.items() for level in some]
+    sizes = itertools.cycle(((33, 70), (65, 130), (1, 65), (129, 40), (4, 513)))
+    dtypes = itertools.cycle(DENSE["dtype"][:3])
+    default = {name: some[0] for name, some in DENSE.items()}
+    found = []
+    for (f, a), (g, b) in itertools.combinations_with_replacement(levels, 2):
+        if (f == g and a != b) or forbidden(f, a, g, b) or forbidden(g, b, f, a):
+            continue
+        row = default | {f: a, g: b, "dtype": next(dtypes), "B": 1}
+        row["M"], row["N"] = next(sizes)
+        if allowed(row):
+            found.append(row)
+    return found
+
+
+def allowed(row):
+    return not any(forbidden(f, a, g, b) for f, a in row.items() for g, b in row.items() if f != g)
+
+
+def changed(form, row):
+    """The levels of a row that are not the defaults."""
+    return {name: row[name] for name, levels in FORMS[form].items() if row[name] != levels[0]}
