@@ -13,7 +13,7 @@
 #                emulator; and every seeded fault of GPU kernels. Needs nvcc for its part
 # make fuzz      random calls against the float64 oracle, on every instruction set; prints how to
 #                repeat what fails, and exits with 1. MINUTES=2 by default. ARGS="--seed 5"
-# make gpu       the first hour with a GPU: build, tests, sanitizers, timings beside torch's kernels and
+# make gpu       all work that needs a GPU: build, tests, sanitizers, timings beside torch's kernels and
 #                flash-attn; leaves a JSON and a page in bench/results/gpu. With none, a rehearsal
 # make wheels    build a wheel that installs without a compiler, and the sdist, into dist/; check both.
 #                ARCH=aarch64: the wheel for 64-bit Arm, cross-compiled, and tried under qemu
@@ -31,8 +31,8 @@
 #                qemu, with torch's wheel for aarch64. ARGS="--tests tests/semantics/test_decode.py"
 # make instructions-arm   count what those execute, beside torch's kernel for Arm; as make instructions
 # make compilers compile the CPU kernels by Clang with libc++, for Arm, and for Windows; nothing is run
-# make ledger    count what the main loops of the GPU kernels issue, with no GPU, beside
-#                FlashAttention's; fails where that is more than recorded. ARGS=--accept: record it
+# make ledger    count what the main loops of the GPU kernels issue, with no GPU; fails where that
+#                is more than recorded. ARGS=--accept: record it
 # make docs      build the documentation into build/docs; warnings are errors
 # make test-docs   build it, then run its code, follow its links, and look at it with Chromium, if there
 #                is one: the screenshots are left in build/docs-screenshots
@@ -145,19 +145,19 @@ aot: setup $(OLDEST)
 	@PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTHON) -m bench.static_gpu.aot $(ARGS)
 
 instructions: setup
-	@$(PYTHON) -m bench.benchmarks.instructions $(ARGS)
+	@$(PYTHON) -m bench instructions $(ARGS)
 
 test-arm: setup
 	@nice $(PYTHON) -m tests.arm $(ARGS)
 
 instructions-arm: setup
-	@$(PYTHON) -m bench.benchmarks.arm_instructions $(ARGS)
+	@$(PYTHON) -m bench instructions --arm $(ARGS)
 
 compilers:
 	@python3 .ci/compilers.py
 
 ledger: setup
-	@$(PYTHON) -m bench ledger $(ARGS)
+	@$(PYTHON) -m bench instructions --gpu $(ARGS)
 
 # Always whole: pages that did not change would not repeat their warnings.
 docs: setup $(if $(VENV),$(DOCS))

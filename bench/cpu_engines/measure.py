@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..measure import machine, run, timing, verify
+from ..measure.records import ratio
 from ..peers.registry import SUBJECT
 from . import process
 from .cases import Row, store
@@ -99,7 +100,7 @@ def measure(row: Row, workers: Workers, seconds: float = SECONDS) -> Record:
     for name, lap in laps.items():
         peers[name]["ms"] = 1e3 * timing.quartiles(lap)["median"]
         if SUBJECT in laps and name != SUBJECT:
-            peers[name]["ratio"] = run.ratio(lap, laps[SUBJECT])
+            peers[name]["ratio"] = ratio(lap, laps[SUBJECT])
     rounds = max((len(lap) for lap in laps.values()), default=0)
     failed = reasons.get(SUBJECT, "")
     return record | {

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..measure.machine import words
+from ..measure.records import geometric_mean, spread
 from ..peers.registry import SUBJECT
-from ..reporting.console import geometric_mean, spread
 from .environments import ENVIRONMENTS
 from .measure import BOUNDS
 from .peers import FAMILIES, PEERS, UNQUANTISED

@@ -20,6 +20,7 @@ from fastattn.backends.native import libraries
 from .chips import chip
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
 # Environment settings that change speed.
 SETTINGS = re.compile(
     r"^(OMP|MKL|ONEDNN|DNNL|KMP|GOMP|ATEN)_|^FASTATTN_(CPU_ISA|FLOAT32)$|^CUDA_VISIBLE_DEVICES$"

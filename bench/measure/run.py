@@ -21,13 +21,12 @@ from fastattn.inspection.explain_call import Explanation
 
 from ..cases import BACKWARD, FORWARD, TRAINING, Case
 from ..peers.registry import PEERS, SUBJECT, Peer, arguments
-from ..reporting import progress
-from . import isolated_process, precompile, timing
+from . import isolated_process, precompile, progress, timing
 from .machine import load
+from .records import Record, ratio
 from .roofline import Limits
 from .verify import Judge, Verdict, differentiable
 
-Record = dict[str, Any]
 PARTS = {FORWARD: (0,), BACKWARD: (1,), TRAINING: (0, 1)}  # phases of a program in each pass
 IDENTITY = ("dtype", "mask", "B", "H", "Hk", "M", "N", "D", "strided")
 
@@ -331,10 +330,6 @@ def figures(
         "kv_gbs": gbs,
         "percent_of_read": _percent(gbs, limits.read_gbs(threads, case.kv_bytes)),
     }
-
-
-def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
-    return timing.quartiles([t / o for t, o in zip(theirs, ours, strict=True)])
 
 
 def _percent(value: float, limit: float | None) -> float | None:

@@ -5,13 +5,12 @@ torch's meta device, and each launch is replaced by a compilation. The binaries 
 cuobjdump and nvdisasm from Triton's wheel. These are faults:
 
     a kernel that does not compile
-    spilled registers beyond aot_budget.json: {version of Triton: {kernel: instructions}}
+    spilled registers beyond aot_budget.json: {group: {kernel: instructions}}
     more shared or tensor memory than a block of the chip may have
     16-bit products on sm_90 without wgmma, if the tile has enough rows for it
 
 The listing, one line per kernel, is bench/results/local/aot-triton-<version>.txt, which git
-ignores. Its summary, one line per pass, is bench/results/aot-triton-<version>.txt. It has the
-listing's hash: --check fails if any number of the listing has changed.
+ignores.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import hashlib
 import itertools
-import json
 import multiprocessing
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,9 +31,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-BUDGET = HERE / "aot_budget.json"
-RESULTS = HERE.parent / "results"
+from ..measure.machine import RESULTS
+from . import sass
+from .budgets import nvidia_tool, read, write
+
+BUDGET = Path(__file__).with_name("aot_budget.json")
 
 ARCHS = (80, 90, 100, 120)
 DTYPES = ("bfloat16", "float32")  # float16 shares bfloat16's tiles and instructions
@@ -77,6 +75,7 @@ class CompiledKernel:
     registers: int = 0  # per thread
     spills: int = 0  # instructions that store or load a spilled register
     inner: int = 0  # most of those in one innermost loop
+    loop: int = 0  # instructions of an iteration of the shortest main loop
     stack: int = 0  # bytes per thread
     shared: int = 0  # bytes per block
     tensor: int = 0  # columns of tensor memory per block
@@ -85,6 +84,11 @@ class CompiledKernel:
 
     def __str__(self) -> str:
         return f"{self.case} {self.name}"
+
+    @property
+    def short(self) -> str:
+        """Its name within the group of its budget."""
+        return f"{self.case.variant} {self.name}"
 
 
 # ------------------------------------------------------------------------------------ what to call
@@ -371,15 +375,17 @@ def inspect(binary: Any) -> dict[str, Any]:
         file.write(binary.asm["cubin"])
         file.flush()
         usage = nvidia_tool("cuobjdump", "--dump-resource-usage", file.name)
-        sass = nvidia_tool("nvdisasm", "-c", file.name)
+        listing = nvidia_tool("nvdisasm", "-c", file.name)
     registers, stack = (int(_found(rf"{x}:(\d+)", usage)) for x in ("REG", "STACK"))
-    code, labels = instructions(sass)
-    operations = Counter(opcode.split(".")[0] for opcode, _ in code)
+    code = max(sass.read(listing).values(), key=lambda x: len(x.instructions))
+    operations = Counter(x.base for x in code.instructions)
+    inner = [[x for b in loop.blocks for x in code.blocks[b]] for loop in code.innermost()]
     return dict(
         registers=registers,
         stack=stack,
-        spills=spills(code),
-        inner=max((spills(code[a:b]) for a, b in inner_loops(code, labels)), default=0),
+        spills=sass.spills(code.instructions),
+        inner=max(map(sass.spills, inner), default=0),
+        loop=min((x.instructions for x in code.counts()), default=0),
         shared=binary.metadata.shared,
         tensor=getattr(binary.metadata, "tmem_size", None) or 0,
         mix=Counter(
@@ -388,45 +394,10 @@ def inspect(binary: Any) -> dict[str, Any]:
             mma=operations["HMMA"],
             tma=operations["UTMALDG"],
             cp_async=operations["LDGSTS"],
-            exp2=sum(opcode == "MUFU.EX2" for opcode, _ in code),
+            exp2=sum(x.opcode == "MUFU.EX2" for x in code.instructions),
             ffma=operations["FFMA"],
         ),
     )
-
-
-Code = list[tuple[str, str]]  # (opcode, operands) of each instruction
-INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*)")
-LABEL = re.compile(r"\.(L_x_\d+):")
-
-
-def instructions(sass: str) -> tuple[Code, dict[str, int]]:
-    """The instructions that nvdisasm -c printed, and the index of the one after each label."""
-    code: Code = []
-    labels = {}
-    for line in sass.splitlines():
-        if found := LABEL.match(line):
-            labels[found[1]] = len(code)
-        elif found := INSTRUCTION.match(line):
-            code.append((found[1], found[2]))
-    return code, labels
-
-
-def spills(code: Code) -> int:
-    return sum(opcode.split(".")[0] in ("STL", "LDL") for opcode, _ in code)
-
-
-def inner_loops(code: Code, labels: dict[str, int]) -> list[tuple[int, int]]:
-    """The loops [first, past) that contain no other loop; a backward branch makes a loop."""
-    loops = []
-    for at, (opcode, operands) in enumerate(code):
-        target = re.search(r"L_x_\d+", operands) if opcode.startswith("BRA") else None
-        if target and labels[target[0]] <= at:
-            loops.append((labels[target[0]], at + 1))
-    return [
-        (a, b)
-        for a, b in loops
-        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
-    ]
 
 
 def _found(pattern: str, text: str) -> str:
@@ -434,13 +405,6 @@ def _found(pattern: str, text: str) -> str:
     if not match:
         raise RuntimeError(f"cuobjdump: got {text!r}, expected {pattern} in it")
     return match[1]
-
-
-def nvidia_tool(name: str, *args: str) -> str:
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
 
 
 # ------------------------------------------------------------------------------------ the verdicts
@@ -469,13 +433,20 @@ def faults(kernel: CompiledKernel, budget: dict[str, int] | None) -> list[str]:
     return [reason for ok, reason in rules if not ok]
 
 
+def group_of(version: str, case: KernelCase) -> str:
+    return f"{version} sm_{case.arch} {case.dtype} D{case.head_dim}"
+
+
 def budget_of(version: str) -> dict[str, int] | None:
-    return json.loads(BUDGET.read_text()).get(version) if BUDGET.exists() else None
+    """By kernel, the spills that this version of Triton may make."""
+    groups = {x: y for x, y in read(BUDGET).items() if x.split()[0] == version}
+    found = {f"{x.partition(' ')[2]} {y}": n for x, of in groups.items() for y, n in of.items()}
+    return found if groups else None
 
 
 # -------------------------------------------------------------------------------------- the reports
 
-COLUMNS = ("registers", "spills", "inner", "stack", "shared", "tensor")
+COLUMNS = ("registers", "spills", "inner", "loop", "stack", "shared", "tensor")
 MIX = ("wgmma", "tcgen05", "mma", "tma", "cp_async", "exp2", "ffma")
 NUMBERS = "".join(f"{x:>10}" for x in COLUMNS + MIX)
 
@@ -487,40 +458,10 @@ def listing(version: str, kernels: Iterable[CompiledKernel]) -> str:
         f"{'kernel':48} {'tile':14}{NUMBERS}",
     ]
     for k in kernels:
-        numbers = "".join(f"{x:>10}" for x in values(k))
+        values = [getattr(k, x) for x in COLUMNS] + [k.mix[x] for x in MIX]
+        numbers = "".join(f"{x:>10}" for x in values)
         lines.append(f"{k!s:48} {k.tile:14}{f' {k.error}' if k.error else numbers}")
     return "\n".join(lines) + "\n"
-
-
-def values(kernel: CompiledKernel) -> list[int]:
-    return [getattr(kernel, x) for x in COLUMNS] + [kernel.mix[x] for x in MIX]
-
-
-def summary(version: str, kernels: Iterable[CompiledKernel]) -> str:
-    """One line for the kernels of each architecture, dtype and pass: their number, the most of each
-    column, and the kernel with most spills. A kernel that does not compile has its own line."""
-    every = list(kernels)
-    lines = [
-        f"# Triton {version}: make aot. bench/static_gpu/aot.py says what the columns are.",
-        "# The most of each column over head dims and variants, and where most registers spill.",
-        f"# sha256 of local/aot-triton-{version}.txt: {digest(listing(version, every))}",
-        f"{'pass':40}{'kernels':>8}{NUMBERS}",
-    ]
-    alike: dict[str, list[CompiledKernel]] = {}
-    for k in every:
-        alike.setdefault(f"sm_{k.case.arch} {k.case.dtype} {k.name}", []).append(k)
-    for name, group in alike.items():
-        if made := [k for k in group if not k.error]:
-            numbers = "".join(f"{max(x):>10}" for x in zip(*map(values, made), strict=True))
-            worst = max(made, key=lambda k: k.spills)
-            where = f"  D{worst.case.head_dim} {worst.case.variant}" if worst.spills else ""
-            lines.append(f"{name:40}{len(made):>8}{numbers}{where}")
-        lines += [f"{k}: {k.error}" for k in group if k.error]
-    return "\n".join(lines) + "\n"
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def compile_all(every: Iterable[KernelCase], workers: int = 2) -> Iterator[list[CompiledKernel]]:
@@ -537,7 +478,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--variant", nargs="+", choices=ALL_VARIANTS, default=tuple(VARIANTS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--check", action="store_true", help="fail if the report is stale")
     parser.add_argument("--accept", action="store_true", help="write the budget from what is found")
     options = parser.parse_args(argv)
 
@@ -546,8 +486,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     version, started = triton.__version__, time.perf_counter()
     every = list(cases(options.arch, options.dtype, options.variant))
     complete = every == list(cases())
-    if not complete and (options.check or options.accept):
-        parser.error("--check and --accept need every arch, dtype and variant")
+    if not complete and options.accept:
+        parser.error("--accept needs every arch, dtype and variant")
     found: list[CompiledKernel] = []
     for case, kernels in zip(every, compile_all(every, workers=options.workers)):
         elapsed = time.perf_counter() - started
@@ -559,16 +499,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         accept(version, found)
     budget = budget_of(version)
     wrong = [f"{k} ({k.tile}): {fault}" for k in found for fault in faults(k, budget)]
-    text, path = summary(version, found), RESULTS / f"aot-triton-{version}.txt"
+    text = listing(version, found)
     if complete:
         (RESULTS / "local").mkdir(exist_ok=True)
-        (RESULTS / "local" / path.name).write_text(listing(version, found))
+        (RESULTS / "local" / f"aot-triton-{version}.txt").write_text(text)
     else:
-        print(listing(version, found))
-    if complete and not options.check:
-        path.write_text(text)
-    elif complete and not (path.exists() and path.read_text() == text):
-        wrong.append(f"{path} is stale: make aot writes it anew")
+        print(text)
     print(f"Triton {version}: {len(found)} kernels, {len(wrong)} faults")
     print("".join(f"  {line}\n" for line in wrong), end="")
     return bool(wrong)
@@ -576,9 +512,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def accept(version: str, found: Iterable[CompiledKernel]) -> None:
     """Write the spills that were found as the budget of this version of Triton."""
-    every = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
-    every[version] = {str(k): k.spills for k in found if k.spills}
-    BUDGET.write_text(json.dumps(every, indent=2, sort_keys=True) + "\n")
+    every = {x: y for x, y in read(BUDGET).items() if x.split()[0] != version}
+    for kernel in found:
+        if kernel.spills:
+            every.setdefault(group_of(version, kernel.case), {})[kernel.short] = kernel.spills
+    write(BUDGET, every)
 
 
 if __name__ == "__main__":

@@ -7,24 +7,23 @@ for sm_90a. These are faults:
 
     a kernel that does not compile
     spilled registers in a plain kernel of head dims up to 128, for sm_90a of all head dims; in
-    others, more bytes than ptxas_budget.json says: {arch: {kernel: bytes}}
+    others, more bytes than ptxas_budget.json says: {arch and template: {constants: bytes}}
     a kernel of matrix products without the tensor-core instructions of its architecture
     a warning of ptxas that it serialises products of warpgroups, each then waits for the last
     a kernel of sm90/ without sm90 in its name: sources of sm80/ may have the same one, for other
     chips, and the library would launch one of the two
     more shared memory than a block may have: on sm_86 and sm_89 for code of sm_80, which they run
+    in a main loop of sm90/: other waits for products than those of WAITS, an exponential that no
+    product runs under, or more barriers than BARRIERS
 
-Each folder has a listing and a report; --of names one folder, and only its sources are compiled.
-The listing, one line per kernel, is printed, and written to bench/results/local, which git ignores.
-Its summary, one line per template and dtype, is the report in bench/results, with the listing's
-hash: --check fails if any number of the listing has changed. --accept writes the report and the
-budget. All depend on the version of nvcc, which their first line names.
+--of names one folder, and only its sources are compiled. The listing has a line for each kernel;
+it is written to bench/results/local, which git ignores. --accept writes the budget. Both depend on
+the version of nvcc, which the first line names.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -35,16 +34,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cuda_library
-from .aot import digest, nvidia_tool
+from ..measure.machine import RESULTS
+from . import cuda_library, sass
+from .budgets import nvidia_tool, read, write
 
 HERE = Path(__file__).resolve().parent
 BUDGET = HERE / "ptxas_budget.json"
-RESULTS = HERE.parent / "results"
-REPORTS = {"sm80": "cuda-ptxas.txt", "sm90": "cuda-ptxas-sm90.txt"}
 # By folder of csrc/cuda, what its sources are compiled for.
 OF_FOLDER = {"sm80": ("sm_80", "sm_90"), "sm90": ("sm_90a",)}
-ARCHS = tuple(arch for archs in OF_FOLDER.values() for arch in archs)
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 99 << 10, "sm_90a": 227 << 10}
 PRODUCTS = {"sm_80": "HMMA", "sm_90": "HMMA", "sm_90a": "HGMMA"}
 PROBE = "probe"  # a source with kernels that are no passes
@@ -52,13 +49,19 @@ NO_CLASS = "its name has no sm90"
 # Plain kernels may not spill up to these head dims.
 WITHOUT_SPILLS = {"sm_80": 128, "sm_90": 128, "sm_90a": 256}
 WITHOUT_PRODUCTS = r"(delta|combine|sink_gradient|query_gradient|mask_tiles|shown_tiles)_kernel"
+# Of sm90/, by kernel: how many groups of products may run after each wait, plain and with features;
+# and the most barriers of an iteration. What ptxas makes of the source decides it, and no run of
+# PTX shows it.
+WAITS = {"forward_kernel": ((1, 0), (1, 0)), "backward_kernel": ((1, 1, 1, 0), (0, 1, 0))}
+BARRIERS = {"forward_kernel": 2, "backward_kernel": 3}
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One compiled kernel: registers per thread, most bytes of shared memory at a launch (all of it
-    dynamic), bytes spilled in stores and loads, the number of matrix instructions, and what it may
-    not have: C7510 and its neighbours, ptxas's warnings that these are serialised; NO_CLASS."""
+    dynamic), bytes spilled in stores and loads, the number of matrix instructions, what it may not
+    have: C7510 and its neighbours, ptxas's warnings that these are serialised; NO_CLASS. `loops`
+    are counts of its main loops, the shortest first."""
 
     arch: str
     name: str
@@ -67,12 +70,22 @@ class Kernel:
     spilled: int
     products: int
     warnings: tuple[str, ...] = ()
+    loops: tuple[sass.Counts, ...] = ()
 
     def __str__(self) -> str:
         memory = f"{self.shared:5d} bytes shared  {self.spilled:4d} bytes spilled"
         products = f"{self.products:4d} {PRODUCTS[self.arch]}"
         counts = f"{self.registers:3d} registers  {memory}  {products}"
-        return "  ".join((self.arch, counts, self.name, *self.warnings))
+        return "  ".join((self.arch, counts, self.name, *map(str, self.loops[:1]), *self.warnings))
+
+    @property
+    def template(self) -> str:
+        """The architecture and the name without numbers and switches."""
+        return f"{self.arch} {re.sub(r', (?:[0-9]+|true|false)(?![0-9a-z])', '', self.name)}"
+
+    @property
+    def constants(self) -> str:
+        return ", ".join(re.findall(r"(?<![\w])(?:\d+|true|false)(?![\w])", self.name))
 
 
 def nvcc() -> str:
@@ -91,7 +104,6 @@ def find_nvcc() -> str | None:
 
 
 def version() -> str:
-    """nvcc's version, as in the first line of the reports."""
     said = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"V([\d.]+)", said)
     return f"nvcc {found[1] if found else 'unknown'}"
@@ -100,7 +112,7 @@ def version() -> str:
 def shared_memory(of_sm90: Iterable[str] = ()) -> dict[str, int]:
     """Bytes per block of each kernel, by its template argument with the namespace, as in
     sm80::Forward<...>, or by its name. of_sm90: such arguments of kernels of csrc/cuda/sm90."""
-    emulator = HERE.parents[1] / "tests" / "gpu_emulation" / "emu"
+    emulator = cuda_library.EMULATOR
     flags = ["-std=c++17", "-DFA_EMULATED", "-Wno-unknown-pragmas", f"-I{emulator}"]
     flags += [f"-I{cuda_library.SOURCES}", "-include", str(emulator / "emu.h")]
     with tempfile.TemporaryDirectory() as folder:
@@ -124,10 +136,7 @@ def qualified(name: str) -> str:
 
 def read_one(made: Path, arch: str, folder: str, shared: dict[str, int]) -> list[Kernel]:
     """The kernels of one object for one architecture. folder: that of its source."""
-    code = nvidia_tool("cuobjdump", "--dump-sass", f"--gpu-architecture={arch}", str(made))
-    functions = re.findall(r"Function : (\w+)(.*?)(?=Function : |\Z)", code, re.DOTALL)
-    products = {name: text.count(f"{PRODUCTS[arch]}.") for name, text in functions}
-    said = cuda_library.ptxas_output(made)
+    codes, said = disassembled(made, arch), cuda_library.ptxas_output(made)
     compiled = re.findall(
         rf"Compiling entry function '(\S+)' for '{arch}'.*?(\d+) bytes spill stores, "
         r"(\d+) bytes spill loads.*?Used (\d+) registers",
@@ -137,14 +146,25 @@ def read_one(made: Path, arch: str, folder: str, shared: dict[str, int]) -> list
     serialised = serialisations(said)
     found = []
     for mangled, stores, loads, used in compiled:
-        name = readable(mangled)
+        name, code = readable(mangled), codes[mangled]
         kind, _, instance = name.partition("<")
         found_by = (f"{folder}::{kind}", kind, f"{folder}::{instance[:-1].rstrip()}")
         size = next(shared[x] for x in found_by if x in shared)
-        spilled = int(stores) + int(loads)
-        counts = int(used), size, spilled, products[mangled]
+        products = sum(x.base == PRODUCTS[arch] for x in code.instructions)
         stray = (NO_CLASS,) * (folder == "sm90" and folder not in mangled)
-        found.append(Kernel(arch, name, *counts, (*serialised.get(mangled, ()), *stray)))
+        warnings = (*serialised.get(mangled, ()), *stray)
+        counts = int(used), size, int(stores) + int(loads), products
+        found.append(Kernel(arch, name, *counts, warnings, tuple(code.counts())))
+    return found
+
+
+def disassembled(made: Path, arch: str) -> dict[str, sass.Code]:
+    """The code of each kernel of an object, by its mangled name."""
+    found: dict[str, sass.Code] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        nvidia_tool("cuobjdump", "--extract-elf", "all", str(made), cwd=folder)
+        for cubin in Path(folder).glob(f"*.{arch}.cubin"):
+            found |= sass.read(nvidia_tool("nvdisasm", "-c", str(cubin)))
     return found
 
 
@@ -179,7 +199,7 @@ def plain(name: str) -> str:
     return re.sub(r"\((?:bool|int|\w*Gradient)\)", "", re.sub(r"\w+::", "", name))
 
 
-def compile_all(folder: str, jobs: int | None) -> list[Kernel]:
+def compile_all(folder: str, jobs: int | None = None) -> list[Kernel]:
     """Every kernel of a folder, sorted by architecture and name."""
     sources = cuda_library.objects().items()
     objects = [y for x, y in sources if x.parent.name == folder and x.stem != PROBE]
@@ -194,66 +214,60 @@ def compile_all(folder: str, jobs: int | None) -> list[Kernel]:
     return sorted(kernels, key=lambda k: (k.arch, k.name))
 
 
-def may_not_spill(kernel: Kernel) -> bool:
-    """Is it plain, with head dims up to WITHOUT_SPILLS? Its last flag says if it is general, in
-    forward the first one."""
-    sizes = [int(x) for x in re.findall(r"\b\d+\b", kernel.name)[:2]]
+def is_general(kernel: Kernel) -> bool:
+    """Has it code for features? Its last flag says so, in forward the first one."""
     flags = re.findall(r"\b(?:true|false)\b", kernel.name)
-    plain = flags[0 if kernel.name.startswith("forward_kernel") else -1 :][:1] == ["false"]
-    return plain and all(x <= WITHOUT_SPILLS[kernel.arch] for x in sizes)
+    return flags[0 if kernel.name.startswith("forward_kernel") else -1 :][:1] != ["false"]
+
+
+def may_not_spill(kernel: Kernel) -> bool:
+    """Is it plain, with head dims up to WITHOUT_SPILLS?"""
+    sizes = [int(x) for x in re.findall(r"\b\d+\b", kernel.name)[:2]]
+    return not is_general(kernel) and all(x <= WITHOUT_SPILLS[kernel.arch] for x in sizes)
 
 
 def faults(kernels: list[Kernel], budget: dict[str, dict[str, int]]) -> list[str]:
     found = []
     for kernel in kernels:
-        allowed = 0 if may_not_spill(kernel) else budget.get(kernel.arch, {}).get(kernel.name, 0)
-        if kernel.spilled > allowed:
-            found.append(f"{kernel}: expected at most {allowed} bytes spilled")
-        if not kernel.products and not re.match(WITHOUT_PRODUCTS, kernel.name):
-            found.append(f"{kernel}: expected {PRODUCTS[kernel.arch]}")
-        if kernel.warnings:
-            found.append(f"{kernel}: expected no such warning")
+        recorded = budget.get(kernel.template, {}).get(kernel.constants, 0)
+        allowed = 0 if may_not_spill(kernel) else recorded
         limit = SHARED_LIMIT[kernel.arch]
-        if kernel.shared > limit:
-            found.append(f"{kernel}: expected at most {limit} bytes shared")
+        rules = [
+            (kernel.spilled <= allowed, f"expected at most {allowed} bytes spilled"),
+            (
+                kernel.products or re.match(WITHOUT_PRODUCTS, kernel.name),
+                f"expected {PRODUCTS[kernel.arch]}",
+            ),
+            (not kernel.warnings, "expected no such warning"),
+            (kernel.shared <= limit, f"expected at most {limit} bytes shared"),
+        ]
+        texts = [text for ok, text in rules if not ok] + order_faults(kernel)
+        found += [f"{kernel}: {text}" for text in texts]
     return found
 
 
-def listing(kernels: list[Kernel]) -> str:
-    return "".join(f"{line}\n" for line in (version(), *kernels))
-
-
-def summary(folder: str, kernels: list[Kernel]) -> str:
-    """One line for the kernels of each architecture, template and dtype: their number, the most
-    registers, shared memory and spills, and the fewest and most matrix instructions."""
-    lines = [version(), f"sha256 of local/{REPORTS[folder]}: {digest(listing(kernels))}"]
-    alike: dict[tuple[str, str], list[Kernel]] = {}
-    for kernel in kernels:
-        alike.setdefault((kernel.arch, without_constants(kernel.name)), []).append(kernel)
-    for (arch, name), group in alike.items():
-        registers, shared, spilled = (
-            max(getattr(k, x) for k in group) for x in ("registers", "shared", "spilled")
-        )
-        products = [k.products for k in group]
-        lines.append(
-            f"{arch}  {len(group):2d} kernels  {registers:3d} registers  {shared:5d} bytes shared  "
-            f"{spilled:4d} bytes spilled  {min(products):3d} to {max(products):3d} "
-            f"{PRODUCTS[arch]}  {name}"
-        )
-    return "".join(f"{line}\n" for line in lines)
-
-
-def without_constants(name: str) -> str:
-    """A name without the numbers and switches among its template arguments."""
-    return re.sub(r", (?:\d+|true|false)\b", "", name)
+def order_faults(kernel: Kernel) -> list[str]:
+    """What is wrong with the order of the main loops of a kernel of sm90/."""
+    name = kernel.name.partition("<")[0]
+    if kernel.arch != "sm_90a" or name not in WAITS or not kernel.loops:
+        return []
+    expected, most = WAITS[name][is_general(kernel)], BARRIERS[name]
+    found = []
+    for loop in dict.fromkeys(kernel.loops):
+        if loop.waits != expected:
+            found.append(f"expected waits {expected}, got {loop.waits}")
+        if loop.between < loop.exponentials:
+            found.append("expected a product under every exponential")
+    if kernel.loops[0].barriers > most:
+        found.append(f"expected at most {most} barriers, got {kernel.loops[0].barriers}")
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.static_gpu.ptxas", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--accept", action="store_true", help="write the budget and the report")
-    parser.add_argument("--check", action="store_true", help="fail if the report is stale")
+    parser.add_argument("--accept", action="store_true", help="write the budget")
     parser.add_argument("--jobs", type=int, help="compilers at a time, else two")
     parser.add_argument("--of", choices=OF_FOLDER, help="one folder of csrc/cuda, else all")
     options = parser.parse_args(arguments)
@@ -263,20 +277,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def judge(folder: str, options: argparse.Namespace) -> int:
     """Compile the kernels of a folder, and print their listing and faults. Returns 1 for any."""
-    kernels, report = compile_all(folder, options.jobs), RESULTS / REPORTS[folder]
-    full = RESULTS / "local" / REPORTS[folder]
+    kernels, budget = compile_all(folder, options.jobs), read(BUDGET)
+    listing = "".join(f"{line}\n" for line in (version(), *kernels))
+    full = RESULTS / "local" / f"cuda-{folder}.txt"
     full.parent.mkdir(exist_ok=True)
-    full.write_text(listing(kernels))
-    budget = json.loads(BUDGET.read_text())
+    full.write_text(listing)
     if options.accept:
-        for arch in OF_FOLDER[folder]:
-            budget[arch] = {k.name: k.spilled for k in kernels if k.arch == arch and k.spilled}
-        BUDGET.write_text(json.dumps(budget, indent=1) + "\n")
-        report.write_text(summary(folder, kernels))
-    print(listing(kernels), end="")
+        budget = {x: y for x, y in budget.items() if x.split()[0] not in OF_FOLDER[folder]}
+        for kernel in kernels:
+            if kernel.spilled:
+                budget.setdefault(kernel.template, {})[kernel.constants] = kernel.spilled
+        write(BUDGET, budget | {"nvcc": {"version": version()}})
+    print(listing, end="")
     wrong = faults(kernels, budget)
-    if options.check and report.read_text() != summary(folder, kernels):
-        wrong.append(f"{report} is stale: --accept writes it anew")
     print(*wrong, sep="\n", end="\n" if wrong else "")
     spilled = sum(kernel.spilled for kernel in kernels)
     print(f"{folder}: {len(kernels)} kernels, {spilled} bytes spilled, {len(wrong)} faults")

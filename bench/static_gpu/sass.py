@@ -1,22 +1,26 @@
-"""Parse the machine code that nvdisasm prints for a kernel, and find its loops.
+"""Read the machine code that nvdisasm prints for a kernel: its loops, and what an iteration issues.
 
-Loops are natural loops: a branch back to a block that dominates the branch. The main loops of
-attention are the innermost ones with both tensor-core products and exponentials.
+The main loops of attention are the innermost ones with both tensor-core products and exponentials.
+An iteration is one way from a loop's first instruction back to it. Where ways part, the one with
+the most products, exponentials and loads is taken, then the one with the fewest instructions: a
+whole tile within the bounds, features off that the call decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import re
 from typing import NamedTuple
 
 LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@(!?\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
 LABEL = re.compile(r"([.$][\w.$]+):\s*$")
 SECTION = re.compile(r"\s*\.section\s+\.text\.([\w$.]+)")
-# On tensor cores.
 PRODUCTS = ("HMMA", "HGMMA", "IMMA", "IGMMA", "QMMA", "QGMMA", "DMMA", "UTCHMMA", "UTCQMMA")
-NEVER = ("!PT", "!UPT")  # a guard that no thread passes
+LOADS = ("LDGSTS", "UTMALDG", "LDG")
+SPILLS = ("STL", "LDL")
+ENDS = ("EXIT", "RET", "KILL", "BRX")
 
 
 class Instruction(NamedTuple):
@@ -40,10 +44,38 @@ class Instruction(NamedTuple):
         found = re.fullmatch(r"`\((.*)\)", self.operands[-1]) if self.operands else None
         return found[1] if found else None
 
+    @property
+    def exponential(self) -> bool:
+        return self.opcode.startswith("MUFU.EX2")
+
 
 class Loop(NamedTuple):
     header: int  # index of its first instruction
     blocks: frozenset[int]  # indices of their first instructions
+
+
+class Counts(NamedTuple):
+    """Of one iteration of a main loop. `waits`: for each wait for products of warpgroups, how many
+    groups may still run; `between`: the exponentials after the first of these and before the last.
+    """
+
+    instructions: int
+    spills: int
+    products: int
+    exponentials: int
+    between: int
+    barriers: int
+    waits: tuple[int, ...]
+
+    def __str__(self) -> str:
+        text = f"{self.instructions:5d} in the loop  {self.products:3d} products"
+        text += f"  {self.spills:2d} spills"
+        if not self.waits:
+            return text
+        overlap = f"{self.between}/{self.exponentials} overlapped"
+        return (
+            f"{text}  waits {','.join(map(str, self.waits))}  {overlap}  {self.barriers} barriers"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,36 +89,22 @@ class Code:
         """The instructions that may run next; the target of a branch comes first."""
         x = self.instructions[at]
         following = (at + 1,) if at + 1 < len(self.instructions) else ()
-        conditional = bool(x.guard) or len(x.operands) > 1
         if x.jumps:
-            target = (self.labels[x.target],) if x.target else ()
-            return target + following if conditional else target
-        ends = x.base in ("EXIT", "RET", "KILL", "BRX")
-        return () if ends and not x.guard else following
-
-    def called(self, at: int) -> tuple[Instruction, ...]:
-        """The function that an instruction calls; its code follows that of the kernel."""
-        x = self.instructions[at]
-        if x.base != "CALL" or x.jumps or x.target not in self.labels:
-            return ()
-        start = end = self.labels[x.target]
-        while self.instructions[end].base != "RET" or self.instructions[end].guard:
-            end += 1
-        return self.instructions[start:end]
+            target = (self.labels[x.target],) if x.target in self.labels else ()
+            return target + following if x.guard or len(x.operands) > 1 else target
+        return () if x.base in ENDS and not x.guard else following
 
     @functools.cached_property
-    def blocks(self) -> dict[int, tuple[int, ...]]:
-        """The instructions of each basic block, by its first instruction."""
+    def blocks(self) -> dict[int, tuple[Instruction, ...]]:
+        """The instructions of each basic block, by the index of its first."""
         starts = {0, *self.labels.values()}
-        for at, x in enumerate(self.instructions):
-            if x.jumps or x.base in ("EXIT", "RET", "KILL", "BRX"):
-                starts.add(at + 1)
+        starts |= {at + 1 for at, x in enumerate(self.instructions) if x.jumps or x.base in ENDS}
         edges = sorted(x for x in starts if x < len(self.instructions))
         ends = [*edges[1:], len(self.instructions)]
-        return {a: tuple(range(a, b)) for a, b in zip(edges, ends, strict=True)}
+        return {a: self.instructions[a:b] for a, b in zip(edges, ends, strict=True)}
 
     def successors(self, block: int) -> tuple[int, ...]:
-        return self.after(self.blocks[block][-1])
+        return self.after(block + len(self.blocks[block]) - 1)
 
     @functools.cached_property
     def order(self) -> list[int]:
@@ -95,72 +113,74 @@ class Code:
         stack = [(0, iter(self.successors(0)))]
         while stack:
             block, rest = stack[-1]
-            for x in rest:
-                if x not in seen:
-                    seen.add(x)
-                    stack.append((x, iter(self.successors(x))))
-                    break
-            else:
+            if (x := next((x for x in rest if x not in seen), None)) is None:
                 found.append(block)
                 stack.pop()
+            else:
+                seen.add(x)
+                stack.append((x, iter(self.successors(x))))
         return found[::-1]
 
     @functools.cached_property
     def loops(self) -> list[Loop]:
-        """The natural loops, sorted by header."""
-        place = {block: i for i, block in enumerate(self.order)}
-        before: dict[int, list[int]] = {block: [] for block in place}
-        for block in place:
+        """The natural loops: a branch goes back to a block that dominates its own."""
+        before: dict[int, list[int]] = {block: [] for block in self.order}
+        for block in self.order:
             for x in self.successors(block):
                 before[x].append(block)
-        dominator = _dominators(self.order, place, before)
+        over = self._dominators(before)
         bodies: dict[int, set[int]] = {}
-        for block in place:
+        for block in self.order:
             for header in self.successors(block):
-                if _dominates(dominator, header, block):
+                if header in over[block]:
                     bodies.setdefault(header, {header}).update(_body(before, header, block))
         return [Loop(header, frozenset(body)) for header, body in sorted(bodies.items())]
 
-    def main_loops(self) -> list[Loop]:
-        """The innermost loops with products and exponentials."""
+    def _dominators(self, before: dict[int, list[int]]) -> dict[int, set[int]]:
+        """By block, itself and those on every way to it."""
+        found = {self.order[0]: {self.order[0]}}
+        changed = True
+        while changed:
+            changed = False
+            for block in self.order[1:]:
+                new = set.intersection(*(found[x] for x in before[block] if x in found)) | {block}
+                changed |= found.get(block) != new
+                found[block] = new
+        return found
 
+    def innermost(self) -> list[Loop]:
+        return [x for x in self.loops if not any(y.blocks < x.blocks for y in self.loops)]
+
+    def main_loops(self) -> list[Loop]:
         def fits(loop: Loop) -> bool:
-            inside = [self.instructions[i] for b in loop.blocks for i in self.blocks[b]]
-            exponentials = any(x.opcode.startswith("MUFU.EX2") for x in inside)
-            return exponentials and any(x.base in PRODUCTS for x in inside)
+            inside = [x for b in loop.blocks for x in self.blocks[b]]
+            products = any(x.base in PRODUCTS for x in inside)
+            return products and any(x.exponential for x in inside)
 
         found = [loop for loop in self.loops if fits(loop)]
         return [x for x in found if not any(y.blocks < x.blocks for y in found)]
 
+    def iteration(self, loop: Loop) -> list[Instruction]:
+        """The instructions of the best way from the header to itself."""
+        best: dict[int, tuple[tuple[int, ...], int]] = {}
+        place = {block: i for i, block in enumerate(self.order)}
+        for block in sorted(loop.blocks, key=place.__getitem__, reverse=True):
+            ways = [((0,) * 4, loop.header)] * (loop.header in self.successors(block))
+            forward = (x for x in self.successors(block) if place[x] > place[block] and x in best)
+            ways += [(best[x][0], x) for x in forward]
+            if ways:
+                rest, step = max(ways)
+                best[block] = tuple(map(operator.add, _score(self.blocks[block]), rest)), step
+        found, block = [], loop.header
+        while True:
+            found += self.blocks[block]
+            block = best[block][1]
+            if block == loop.header:
+                return found
 
-def _dominators(
-    order: list[int], place: dict[int, int], before: dict[int, list[int]]
-) -> dict[int, int]:
-    """The immediate dominator of each block (Cooper, Harvey and Kennedy 2001)."""
-    found = {order[0]: order[0]}
-
-    def common(a: int, b: int) -> int:
-        while a != b:
-            if place[a] > place[b]:
-                a = found[a]
-            else:
-                b = found[b]
-        return a
-
-    changed = True
-    while changed:
-        changed = False
-        for block in order[1:]:
-            new = functools.reduce(common, [x for x in before[block] if x in found])
-            changed |= found.get(block) != new
-            found[block] = new
-    return found
-
-
-def _dominates(dominator: dict[int, int], a: int, b: int) -> bool:
-    while b != a and dominator[b] != b:
-        b = dominator[b]
-    return a == b
+    def counts(self) -> list[Counts]:
+        """Of the main loops, the shortest first."""
+        return sorted(count(self.iteration(loop)) for loop in self.main_loops())
 
 
 def _body(before: dict[int, list[int]], header: int, latch: int) -> set[int]:
@@ -173,10 +193,37 @@ def _body(before: dict[int, list[int]], header: int, latch: int) -> set[int]:
     return found
 
 
+def _score(block: tuple[Instruction, ...]) -> tuple[int, ...]:
+    kinds = (
+        sum(x.base in PRODUCTS for x in block),
+        sum(x.exponential for x in block),
+        sum(x.base in LOADS for x in block),
+    )
+    return (*kinds, -len(block))
+
+
+def count(issued: list[Instruction]) -> Counts:
+    at = [i for i, x in enumerate(issued) if x.opcode.startswith("WARPGROUP.DEPBAR")]
+    exponentials = [i for i, x in enumerate(issued) if x.exponential]
+    return Counts(
+        len(issued),
+        spills(issued),
+        sum(x.base in PRODUCTS for x in issued),
+        len(exponentials),
+        sum(at[0] < i < at[-1] for i in exponentials) if at else 0,
+        sum(x.base == "BAR" for x in issued),
+        tuple(int(issued[i].operands[1], 0) for i in at),
+    )
+
+
+def spills(code: list[Instruction] | tuple[Instruction, ...]) -> int:
+    return sum(x.base in SPILLS for x in code)
+
+
 def read(listing: str) -> dict[str, Code]:
     """The kernels in the output of nvdisasm -c, by name."""
     kernels: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
-    code, labels = [], {}
+    code, labels = kernels.setdefault("", ([], {}))
     for line in listing.splitlines():
         if found := SECTION.match(line):
             code, labels = kernels.setdefault(found[1], ([], {}))
@@ -188,4 +235,5 @@ def read(listing: str) -> dict[str, Code]:
     return {
         name: Code(tuple(code), {x: at for x, at in labels.items() if at < len(code)})
         for name, (code, labels) in kernels.items()
+        if code
     }

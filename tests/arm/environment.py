@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.benchmarks.instructions import run
+from bench.instructions.x86 import run
 from tests.support.checkout import ROOT
 
 FOLDER = ROOT / "build" / "arm"

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import builtins
-import inspect
 import json
 import math
 import os
-import pkgutil
 import subprocess
 
 import pytest
 import torch
 
-import bench
 from bench import commands
-from bench.__main__ import _parser, main
+from bench.__main__ import main
 from bench.cases import BACKWARD, FORWARD, GRIDS, PASSES, PLAIN, TRAINING
 from bench.masks import MASKS, SWEPT
-from bench.measure import machine, roofline, timing
-from bench.peers.registry import BASELINE, PEERS, SUBJECT
-from bench.plots import pictures
-from bench.reporting import console, progress, results
+from bench.measure import machine, progress, roofline, timing
+from bench.peers.registry import BASELINE, SUBJECT
+from bench.report import pictures, results
 from tests.support.bench_helpers import case, hurry, know_ceilings
 
 TINY = ["--device", "cpu", "--lengths", "40", "--dims", "16", "--seconds", "0.002"]
@@ -89,7 +85,7 @@ def test_a_run_measures_every_cell_of_its_sweep(result):
         for entry in cell["timings"]:
             assert entry["clock"] == ("thread CPU time" if entry["threads"] == 1 else "wall time")
             assert entry["rounds"] == 2
-            ratio = console.speedup_of(entry)
+            ratio = entry["peers"][BASELINE]["speedup"]
             for q in (ratio, entry["peers"][SUBJECT], entry["peers"][BASELINE]):
                 low, middle, high = (q.get(k, q.get(f"{k}_ms")) for k in ("q1", "median", "q3"))
                 assert 0 < low <= middle <= high
@@ -108,7 +104,7 @@ def test_backward_and_training_share_their_samples(result):
 
 def test_a_run_draws_its_pictures(result):
     pytest.importorskip("matplotlib")
-    (picture,) = result["folder"].glob("*-speedup.png")  # one length gives no plot of lengths
+    (picture,) = result["folder"].glob("*-speedup.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -139,7 +135,7 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(progress, "follow", interrupted)
-    monkeypatch.setattr("bench.reporting.results.FOLDER", tmp_path)
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
     assert main([*TINY, "--sweep-only", "--save"]) == 130
     assert not list(tmp_path.glob("*.*"))  # an incomplete sweep is no result to commit
     (path,) = tmp_path.glob("local/*.json")
@@ -164,14 +160,6 @@ def test_phases_are_timed_separately_and_pass_on_their_results():
     clock = timing.HostClock("counted", lambda: next(ticks))
     program = (lambda _: "out", lambda out: out + "!")
     assert clock.sample(program, 1) == [1.0, 3.0]
-
-
-def test_the_thread_count_is_restored():
-    before = torch.get_num_threads()
-    with pytest.raises(KeyError), timing.torch_threads(1):
-        assert torch.get_num_threads() == 1
-        raise KeyError
-    assert torch.get_num_threads() == before
 
 
 def test_a_setting_is_in_force_only_while_its_program_runs():
@@ -223,10 +211,6 @@ def test_a_given_axis_replaces_the_grids():
     assert commands.grids(commands.Options(**nothing), "quick") is GRIDS["quick"]
 
 
-def test_every_peer_has_a_title():
-    assert all(peer.title and name == peer.name for name, peer in PEERS.items())
-
-
 @pytest.mark.parametrize(
     "vendor, family, number, name, expected",
     [
@@ -258,14 +242,6 @@ def test_a_machine_that_hides_its_model_has_no_number():
     assert machine.words(described) == "Intel Xeon with AMX, model hidden"
 
 
-def test_no_command_has_the_name_of_a_module():
-    """A function of commands.py would be shadowed by the module, or shadow it."""
-    _, names = _parser()
-    assert names and not any(inspect.ismodule(getattr(commands, x, None)) for x in names)
-    modules = {module.name for module in pkgutil.iter_modules(bench.__path__)}
-    assert not modules & set(names)
-
-
 def test_a_file_has_a_line_for_a_record_and_six_digits(result):
     text = results.text(result | {"folder": ""})
     assert json.loads(text)["cells"] == result["cells"]
@@ -275,7 +251,7 @@ def test_a_file_has_a_line_for_a_record_and_six_digits(result):
     )
 
 
-@pytest.mark.parametrize("path", sorted(results.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", results.committed(), ids=lambda path: path.stem)
 def test_every_committed_file_can_be_read_and_is_named_after_its_machine(path):
     kept = results.read(path)
     assert path.stem == results.stem(kept) and kept["complete"]

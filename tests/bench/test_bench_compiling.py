@@ -11,15 +11,14 @@ import torch
 
 import fastattn
 from bench import cases, commands
-from bench.benchmarks import launch_overhead
 from bench.cases import FORWARD, PASSES, TRAINING, Case
-from bench.measure import isolated_process, precompile, run
+from bench.measure import isolated_process, precompile, progress, run
 from bench.peers import registry
 from bench.peers.registry import BASELINE, SUBJECT
-from bench.reporting import progress
 from fastattn import api
 from fastattn.backends.triton import backend as triton
 from fastattn.call import validation
+from tests.support import launch_stub
 from tests.support.backends import needs_triton
 from tests.support.bench_helpers import LIMITS, case
 from tests.support.marks import parametrize
@@ -39,7 +38,7 @@ def kernels_of(monkeypatch):
         seen.add((fn.name, key))
         return True  # tells Triton not to compile
 
-    with launch_overhead.stubbed(90):
+    with launch_stub.stubbed(90):
         from triton import knobs
 
         monkeypatch.setattr(knobs.runtime, "jit_cache_hook", hook)
@@ -90,7 +89,7 @@ def test_kernels_are_counted_where_they_are_compiled(monkeypatch):
     monkeypatch.setattr(knobs.compilation, "listener", None)
     small = Case("cuda", "bfloat16", "full", B=1, H=2, N=16, D=16)
     before = precompile.count()
-    with launch_overhead.stubbed(80):
+    with launch_stub.stubbed(80):
         forward_and_backward(small)
         found = precompile.count() - before
         forward_and_backward(small)

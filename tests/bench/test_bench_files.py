@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.benchmarks import peak_memory, varlen
 from bench.masks import MASKS
-from bench.measure import machine, timing
+from bench.measure import machine, peak_memory, timing
 from bench.peers.registry import BASELINE, SUBJECT
-from bench.plots import pictures, plot_readme
-from bench.reporting import comparison, console, results, results_page
+from bench.report import comparison, console, glance, pages, pictures, results
 from fastattn.examples.common import new_figure
-from tests.bench.test_bench_targets import _target
 from tests.support.bench_helpers import case, cells, know_ceilings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "known_ceilings")
@@ -64,29 +61,29 @@ def files(sweep, tmp_path):
 
 
 def test_compare_finds_a_planted_regression(files, sweep, capsys):
-    assert main(["compare", *map(str, files)]) == 0
+    assert main(["report", "--compare", *map(str, files)]) == 0
     first = capsys.readouterr().out.splitlines()[1]
     planted = sweep["cells"][4]
     assert first.split()[:2] == ["0.50", "1.00"]
     assert f"{planted['mask']} " in first and f"N{planted['N']} " in first
     assert first.endswith(f"{planted['pass']}, 1 thread")
-    assert main(["compare", *map(str, files), "--fail-under", "0.9"]) == 1
+    assert main(["report", "--compare", *map(str, files), "--fail-under", "0.9"]) == 1
     assert "1 under 0.9: FAILED" in capsys.readouterr().out
-    assert main(["compare", *map(str, files), "--fail-under", "0.4"]) == 0
-    assert main(["compare", str(files[0]), str(files[0]), "--fail-under", "0.99"]) == 0
+    assert main(["report", "--compare", *map(str, files), "--fail-under", "0.4"]) == 0
+    assert main(["report", "--compare", str(files[0]), str(files[0]), "--fail-under", "0.99"]) == 0
 
 
 def test_compare_takes_a_failed_cell_for_a_regression(files, sweep, capsys):
     broken = copy.deepcopy(sweep)
     broken["cells"][0] |= {"status": "failed", "timings": []}
     files[1].write_text(json.dumps(broken))
-    assert main(["compare", *map(str, files), "--fail-under", "0.5"]) == 1
+    assert main(["report", "--compare", *map(str, files), "--fail-under", "0.5"]) == 1
     assert "FAILED in the second" in capsys.readouterr().out
 
 
 def test_compare_without_common_cells_fails(files, sweep, capsys):
     files[1].write_text(json.dumps(sweep | {"cells": []}))
-    assert main(["compare", *map(str, files), "--fail-under", "0.5"]) == 1
+    assert main(["report", "--compare", *map(str, files), "--fail-under", "0.5"]) == 1
     assert "no timed cell in common" in capsys.readouterr().out
 
 
@@ -94,14 +91,14 @@ def test_compare_without_common_cells_fails(files, sweep, capsys):
 def test_a_file_of_another_kind_is_refused(text, reason, tmp_path, capsys):
     path = tmp_path / "old.json"
     path.write_text(text)
-    assert main(["plot", str(path)]) == 2
+    assert main(["report", str(path)]) == 2
     assert reason in capsys.readouterr().err
-    assert main(["plot", str(tmp_path / "absent.json")]) == 2
+    assert main(["report", str(tmp_path / "absent.json")]) == 2
 
 
 def test_plot_draws_every_picture(files):
     pytest.importorskip("matplotlib")
-    assert main(["plot", str(files[0])]) == 0
+    assert main(["report", str(files[0])]) == 0
     for suffix in pictures.PICTURES:
         picture = files[0].with_name(f"a{suffix}.png")
         assert picture.read_bytes().startswith(b"\x89PNG"), suffix
@@ -133,8 +130,6 @@ def test_wall_times_of_a_busy_machine_are_left_out(sweep):
         peers = {SUBJECT: one["peers"][SUBJECT], BASELINE: one["peers"][BASELINE] | ratio}
         cell["timings"] += [one | {"threads": 2, "peers": peers}]
     two = {"threads": 2, "peers": {BASELINE: ratio}}
-    module = {"case": "B1", "mode": "a", "pass": "forward", "status": "ok", "timings": [two]}
-    module["timings"][0]["peers"][BASELINE] |= {"median_ms": 7.77}
     result["overhead"] = {"case": "B1", "timings": [two], "errors": {}}
     race = {"what": "a", "dtype": "float32", "pass": "forward", "threads": 2, "status": "ok"}
     race |= {"ratio": ratio["speedup"], "ms": {"ours": 1.0, "other": 1.0}}
@@ -143,7 +138,7 @@ def test_wall_times_of_a_busy_machine_are_left_out(sweep):
         for timed in (*(cell["timings"][1] for cell in result["cells"]), two, race):
             timed["others"] = others
         tables = console.table(result["cells"]), console.small_table(result["cells"])
-        lines = [*map("\n".join, tables), console.module_line(module), varlen.line(race)]
+        lines = [*map("\n".join, tables), console.race_line(race)]
         lines += ["\n".join(console.summary(result | {"memory": []}))]
         assert [("7.77" in x, "busy" in x) for x in lines] == [(shown, not shown)] * len(lines)
 
@@ -198,23 +193,23 @@ def test_titles_and_legends_are_inside_of_pictures(sweep):
 
 def test_the_picture_of_the_readme_has_a_mark_for_each_machine_and_a_bar_for_each_engine():
     pytest.importorskip("matplotlib")
-    (path,) = results.FOLDER.glob("amd-zen-4-256-bit-units.json")
-    (beside,) = results.FOLDER.glob("*-engines.json")
+    (path,) = machine.RESULTS.glob("amd-zen-4-256-bit-units.json")
+    (beside,) = machine.RESULTS.glob("*-engines.json")
     kept, engines = results.read(path), results.read(beside)
-    training, inference = plot_readme.draw([kept, engines], new_figure).axes
+    training, inference = glance.draw([kept, engines], new_figure).axes
     marks = {line.get_label(): sorted(line.get_xdata()) for line in training.lines}
     values = marks["AMD Zen 4"]
-    assert len(values) == len(plot_readme.NAMES)
+    assert len(values) == len(glance.NAMES)
     shown = [text.get_text() for text in training.texts]
     assert f"{values[0]:.1f}×" in shown and f"{values[-1]:.1f}×" in shown
-    assert len(inference.patches) == len(plot_readme.INFERENCE)
+    assert len(inference.patches) == len(glance.INFERENCE)
     assert inference.get_xlabel() == "Intel Emerald Rapids"
     rest = kept | {"cells": [c for c in kept["cells"] if c["mask"] != "window"]}
-    assert plot_readme.draw([rest, engines], new_figure) is None
-    assert plot_readme.draw([kept], new_figure) is None
+    assert glance.draw([rest, engines], new_figure) is None
+    assert glance.draw([kept], new_figure) is None
     older = kept["machine"]["cpu"] | {"number": "33"}
     other = kept | {"machine": kept["machine"] | {"cpu": older}}
-    (legend,) = plot_readme.draw([rest, kept, other, engines], new_figure).legends
+    (legend,) = glance.draw([rest, kept, other, engines], new_figure).legends
     assert [text.get_text() for text in legend.get_texts()] == ["AMD Zen 4", "AMD Zen 3"]
 
 
@@ -222,7 +217,7 @@ def test_the_picture_of_the_readme_has_a_mark_for_each_machine_and_a_bar_for_eac
 def test_the_picture_of_the_readme_reads_at(width):
     """Its letters are at least 8 pixels high, and none is past its edge."""
     text = pytest.importorskip("matplotlib.text")
-    figure = plot_readme.draw([*map(results.read, results.FOLDER.glob("*.json"))], new_figure)
+    figure = glance.draw([*map(results.read, machine.RESULTS.glob("*.json"))], new_figure)
     figure.draw_without_rendering()
     scale = width / (figure.get_figwidth() * figure.dpi)
     for words in figure.findobj(lambda x: isinstance(x, text.Text) and x.get_text()):
@@ -257,16 +252,12 @@ def test_a_page_without_its_markers_is_left_alone(text, files, tmp_path, capsys)
 
 
 def test_every_table_has_a_row_for_what_was_measured(sweep):
-    rows = list(results_page.memory([sweep]))
+    rows = list(pages.memory([sweep]))
     assert rows[0] == "| extra MB, forward+backward | fastattn | torch |" and len(rows) == 2 + 4
-    kinds = {name: kind for name, (kind, _) in results_page.TABLES.items()}
+    kinds = {name: kind for name, (kind, _) in pages.TABLES.items()}
     path = Path("a.json")
-    assert set(results_page.tables({path: sweep})) == {"speed"} and kinds["speed"] == "sweep"
-    assert not results_page.tables({path: sweep | {"kind": "overhead"}})
-    sweep = sweep | {"targets": [_target(True), _target(None) | {"name": "m"}]}
-    head, _, first, second = results_page.targets([sweep])
-    assert head == f"| target | {machine.words(sweep['machine'])} |"
-    assert first == "| n | 2 (aim 1, limit 2.50) met |" and second == "| m | why |"
+    assert set(pages.tables({path: sweep})) == {"speed"} and kinds["speed"] == "sweep"
+    assert not pages.tables({path: sweep | {"kind": "overhead"}})
     assert set(MASKS) >= {cell["mask"] for cell in sweep["cells"]}
 
 

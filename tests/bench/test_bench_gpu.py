@@ -11,7 +11,7 @@ from bench.__main__ import main
 from bench.cases import BACKWARD, FORWARD, TRAINING
 from bench.measure import nvidia, run, timing
 from bench.peers.registry import BASELINE, SUBJECT
-from bench.reporting import console
+from bench.report import console
 from tests.support.bench_helpers import LIMITS, case
 
 DRIVERS = {  # by driver version: the torch index that supports it, "" for none
@@ -124,11 +124,11 @@ def test_no_message_if_nothing_can_be_fixed(why, fake, monkeypatch):
     assert nvidia.unusable() == ""
 
 
-@pytest.mark.parametrize("command", ["sweep", "decode", "mha", "overhead", "memory", "gpu"])
+@pytest.mark.parametrize("command", ["sweep", "race decode", "memory", "gpu"])
 def test_an_unusable_gpu_stops_only_gpu_benchmarks(command, fake, monkeypatch, capsys):
     """For the commands that take a device. Naming a device overrides the stop."""
     fake.smi("NVIDIA H100, 550.54.15")
-    assert main([command]) == 2
+    assert main(command.split()) == 2
     message = capsys.readouterr().err
     assert "it is built for CPUs alone" in message and f"{nvidia.URL}cu126" in message
     assert ("--rehearse" if command == "gpu" else "--device cpu measures the CPU") in message

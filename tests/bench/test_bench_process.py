@@ -6,13 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import commands
 from bench.__main__ import main
-from bench.benchmarks import peak_memory, tiny_call
 from bench.cases import FORWARD, TRAINING, Case
-from bench.measure import isolated_process, machine, roofline, run
+from bench.measure import (
+    isolated_process,
+    machine,
+    peak_memory,
+    records,
+    roofline,
+    run,
+    tiny_call,
+)
 from bench.peers.registry import BASELINE, SUBJECT
-from bench.reporting import console, results
+from bench.races import small
+from bench.report import console, results
 from tests.support.bench_helpers import LIMITS, case, hurry
 from tests.support.marks import parametrize
 
@@ -26,7 +33,7 @@ ENDINGS = {
     "was lost to its process",
 }
 CRASHING = (SUBJECT, BASELINE, "aborts", "fills while timed", "poisons while timed")
-SECTIONS = ("overhead", "memory", "modules", "targets", "subnormals", "complete")
+SECTIONS = ("overhead", "memory", "complete")
 NONE = dict.fromkeys(SECTIONS, ())
 
 
@@ -60,7 +67,7 @@ def test_a_peer_that_crashes_loses_only_its_own_entry(crashed):
         assert cell["status"] == "ok" and cell["backend"] == "cpu", cell
         (entry,) = cell["timings"]
         assert set(entry["peers"]) == {SUBJECT, BASELINE}
-        assert console.speedup_of(entry)["median"] > 0
+        assert records.speedup_of(entry)["median"] > 0
         assert set(cell["peers"]) == set(CRASHING) and not cell["peers"][BASELINE]["reason"]
 
 
@@ -151,7 +158,7 @@ def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
         tiny_call.measure("cpu", peers, (1,), Here([None]))
 
 
-@parametrize("command", ["sweep", "decode", "overhead", "memory"], fast=1)
+@parametrize("command", ["sweep", "race small", "memory"], fast=1)
 def test_only_the_measuring_process_uses_the_gpu(command, monkeypatch, tmp_path):
     """As exclusive compute mode requires. This torch has no CUDA: using it here would raise."""
     process, probes = Here(), []
@@ -171,16 +178,12 @@ def test_only_the_measuring_process_uses_the_gpu(command, monkeypatch, tmp_path)
     hurry(monkeypatch)
     monkeypatch.setattr(isolated_process, "Process", lambda: process)
     monkeypatch.setattr(peak_memory, "subprocess", SimpleNamespace(Popen=Probe))
-    monkeypatch.setattr(commands, "launch_overhead", SimpleNamespace(lines=lambda: ()))
-    monkeypatch.setattr(tiny_call, "SMALL", (4,))
+    monkeypatch.setattr(small, "SMALL", (4,))
     given = ["--device", "cuda", "--output", str(tmp_path), "--peers", BASELINE]
     given += [] if command == "memory" else ["--seconds", "0.002", "--dtypes", "bfloat16"]
-    given += ["--lengths", "40"] if command != "overhead" else []
+    given += [] if command.startswith("race") else ["--lengths", "40"]
     given += ["--dims", "16"] if command == "sweep" else []
-    if command == "overhead":
-        given.remove("--dtypes")
-        given.remove("bfloat16")
-    assert main([command, *given]) == 0
+    assert main([*command.split(), *given]) == 0
     (path,) = tmp_path.glob("*.json")
     found = results.read(path)
     assert found["machine"]["device"] == "cuda" and (found["cells"] or found["memory"])

@@ -15,10 +15,9 @@ import torch
 
 from bench.__main__ import main
 from bench.cpu_engines import cases, environments, measure, peers, process, report
-from bench.measure import timing
+from bench.measure import machine, timing
 from bench.peers.registry import BASELINE, SUBJECT
-from bench.plots import pictures, plot_readme
-from bench.reporting import results, results_page
+from bench.report import glance, pages, pictures, results
 from fastattn.examples.common import new_figure
 
 pytestmark = pytest.mark.usefixtures("one_thread", "known_ceilings")
@@ -199,7 +198,7 @@ def test_ours_and_torchs_adapters_compute_every_kind_of_row(row, tmp_path, monke
 
 def test_rows_have_names_of_their_own():
     names = [row.name for row in cases.ROWS]
-    assert len(set(names)) == len(names) and set(plot_readme.INFERENCE) <= set(names)
+    assert len(set(names)) == len(names) and set(glance.INFERENCE) <= set(names)
     kinds = {row.kind for row in cases.ROWS}
     assert {row.kind for row in cases.selected((), quick=True)} == kinds
 
@@ -219,7 +218,7 @@ def saved(tmp_path) -> Path:
     result = results.start("engines", "cpu", ("float32",), {})
     others = {BASELINE: _peer(2.0), "vllm": _peer(0.9), "ggml q8_0": _peer(0.5, "int8")}
     others |= {"onnxruntime MHA": _peer(None, ms=None), "onnxruntime GQA": _peer(1.5)}
-    row = {"row": next(iter(plot_readme.INFERENCE)), "kind": "prefill", "status": "ok"}
+    row = {"row": next(iter(glance.INFERENCE)), "kind": "prefill", "status": "ok"}
     row |= {"reason": "", "width": "float32", "rounds": 5, "load": 0.1}
     first = row | {"peers": {SUBJECT: _peer(None, ms=1.0)} | others}
     lacking = row | {"row": "b", "peers": {SUBJECT: _peer(None, ms=None), "vllm": _peer(None)}}
@@ -244,7 +243,7 @@ def test_the_page_names_the_nearest_engine_of_equal_error(saved, tmp_path):
     assert list(report.summary(result))[1] == (
         "1 rows beside engines of at most the error, 1 slower than one"
     )
-    assert results_page.TABLES["engines"][0] == result["kind"]
+    assert pages.TABLES["engines"][0] == result["kind"]
 
 
 def test_pictures_name_the_nearest_engine(saved):
@@ -252,8 +251,8 @@ def test_pictures_name_the_nearest_engine(saved):
     result = results.read(saved)
     (axis,) = pictures.PICTURES["-engines"](result, new_figure).axes
     assert [text.get_text() for text in axis.texts] == ["0.90× vllm"]
-    (path,) = results.FOLDER.glob("amd-zen-4-256-bit-units.json")
-    axes = plot_readme.draw([results.read(path), result], new_figure).axes
+    (path,) = machine.RESULTS.glob("amd-zen-4-256-bit-units.json")
+    axes = glance.draw([results.read(path), result], new_figure).axes
     assert len(axes) == 2 and [x.get_text() for x in axes[1].texts] == ["0.90× vllm"]
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.benchmarks import instructions
-from bench.benchmarks.instructions import OTHER_COMPILER, SAME_COMPILER, Counts, compare
+from bench.instructions import x86 as instructions
+from bench.instructions.x86 import OTHER_COMPILER, SAME_COMPILER, Counts, compare
 from fastattn.backends.native import libraries
 
 reason = instructions.unavailable()
@@ -22,7 +22,7 @@ needs_valgrind = pytest.mark.skipif(bool(reason), reason=str(reason))
     reason=f"the chip or the build lacks one of {instructions.ISAS}",
 )
 def test_no_more_instructions_than_recorded(capsys):
-    status = instructions.main([])
+    status = instructions.check()
     assert status == 0, capsys.readouterr().out
 
 
@@ -123,12 +123,12 @@ def counting(monkeypatch, tmp_path):
 @pytest.mark.parametrize("count, status", [(1000, 0), (950, 0), (1050, 1)])
 def test_exit_status(counting, capsys, count, status):
     counting({"avx2 decode": count})
-    assert instructions.main([]) == status
+    assert instructions.check() == status
     assert ("--accept" in capsys.readouterr().out) == (count != 1000)
 
 
 def test_accept_makes_the_record(counting):
     counting({"avx2 decode": 1050, "avx2 new": 1})
-    assert instructions.main([]) == 1
-    assert instructions.main(["--accept"]) == 0
-    assert instructions.main([]) == 0
+    assert instructions.check() == 1
+    assert instructions.check(True) == 0
+    assert instructions.check() == 0

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.static_gpu import cuda_library, ptxas
-from bench.static_gpu.aot import nvidia_tool
+from bench.static_gpu.budgets import nvidia_tool
 from tests.support.checkout import ROOT
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fastattn
-from bench.benchmarks import launch_overhead
 from fastattn.backends.native import cuda, launcher, libraries, marshalling
 from fastattn.backends.shared import gpu
 from fastattn.call import spec, validation
+from tests.support import launch_stub
 from tests.support.backends import every_call
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +26,7 @@ FIELDS = ("pass", "device", "multiprocessors", "architecture", "stream", "runs")
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     try:
-        return launch_overhead.compiled_stub(tmp_path_factory.mktemp("stub"))
+        return launch_stub.compiled_stub(tmp_path_factory.mktemp("stub"))
     except OSError:
         pytest.skip("the stub needs a C++ compiler")
 
@@ -90,7 +90,7 @@ def without(params, *fields):
 @pytest.mark.parametrize("seed", range(3))
 def test_each_call_is_passed_on_unchanged(seed, library, monkeypatch):
     """With any dtype, strides, alignment and tensors, after calls of all kinds; both passes."""
-    backend = launch_overhead.cuda_backend(library)
+    backend = launch_stub.cuda_backend(library)
     # Conversion makes new tensors: reuse them, so that the extension and Python get the same.
     converted = {}
     real = launcher.convert
@@ -126,7 +126,7 @@ def test_the_device_its_chip_and_the_stream_are_those_of_the_call(library, monke
     chips = gpu.Chip(108, 80), gpu.Chip(132, 90), gpu.Chip(108, 80)
     for stream, chip in zip((0, 1 << 47, 7), chips):
         monkeypatch.setattr(cuda, "met", lambda device, chip=chip: chip)
-        launch_overhead.cuda_backend(library, stream).forward(s, t)
+        launch_stub.cuda_backend(library, stream).forward(s, t)
         found = last(library)[1]
         assert found["stream"] == stream
         assert (found["multiprocessors"], found["architecture"]) == chip
@@ -141,7 +141,7 @@ def test_a_warm_call_runs_few_functions_of_ours(library, monkeypatch):
         if event == "call" and frame.f_code.co_filename.startswith(folder):
             found.append(frame.f_code.co_name)
 
-    backend = launch_overhead.cuda_backend(library)
+    backend = launch_stub.cuda_backend(library)
     q = torch.zeros(1, 2, 20, 16, dtype=torch.float16)
     with every_call(backend):
         fastattn.attention(q, q, q)  # makes the plan
@@ -167,7 +167,7 @@ def test_the_stream_is_queried_by_device_index(monkeypatch):
 
 def test_an_error_raises_and_the_next_call_runs(library):
     s, t = described("square", torch.float16, {}, {})
-    backend = launch_overhead.cuda_backend(library)
+    backend = launch_stub.cuda_backend(library)
     fail = library.entry("stub_fail", None, ctypes.c_int64)
     fail(700)
     try:
@@ -183,7 +183,7 @@ def test_an_error_raises_and_the_next_call_runs(library):
 
 def test_a_refused_tensor_is_named(library):
     s, t = described("square", torch.float16, {}, {})
-    backend = launch_overhead.cuda_backend(library)
+    backend = launch_stub.cuda_backend(library)
     fail = library.entry("stub_fail", None, ctypes.c_int64)
     fail(libraries.BAD_EXTENT + libraries.WRITTEN.index("lse"))
     try:
@@ -204,7 +204,7 @@ def test_a_workspace_is_of_the_inputs_device_and_large_enough(size, library, mon
 
     monkeypatch.setattr(cuda, "_room", room)
     s, t = described(size, torch.float16, {}, {})
-    launch_overhead.cuda_backend(library).forward(s, t)
+    launch_stub.cuda_backend(library).forward(s, t)
     params, rest = last(library)
     (at,) = libraries.POINTER.unpack_from(params, libraries.WORKSPACE)
     assert bool(made) == (size == "decoding") == bool(at)
@@ -222,13 +222,13 @@ def test_without_memory_an_error_raises_and_nothing_runs(library, monkeypatch):
     s, t = described("decoding", torch.float16, {}, {})
     before = last(library)[1]["runs"]
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        launch_overhead.cuda_backend(library).forward(s, t)
+        launch_stub.cuda_backend(library).forward(s, t)
     assert last(library)[1]["runs"] == before
 
 
 def test_without_the_extension_launches_have_the_same_arguments(library, monkeypatch):
     s, t = described("decoding", torch.float16, {}, {})
-    backend = launch_overhead.cuda_backend(library)
+    backend = launch_stub.cuda_backend(library)
     found = []
     for way in (marshalling.launch_on, None):
         monkeypatch.setattr(cuda, "launch_on", way)

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
-from bench.reporting import results
+from bench.report import results
 from fastattn import __main__
 from fastattn.backends import base, preference
 from fastattn.backends.native import cuda, libraries, sm90_check

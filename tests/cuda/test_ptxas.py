@@ -1,13 +1,10 @@
 """The check on nvcc's machine code of the CUDA kernels, and that the check can fail."""
 
 import dataclasses
-import itertools
-import json
-import re
 
 import pytest
 
-from bench.static_gpu import cuda_library, ptxas
+from bench.static_gpu import budgets, cuda_library, ptxas, sass
 from tests.gpu_emulation.ptx.ours import needs_nvcc
 
 FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 81920, 0, 96)
@@ -17,76 +14,45 @@ FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 
 @needs_nvcc
 @pytest.mark.parametrize("folder", ptxas.OF_FOLDER)
 def test_the_kernels_spill_no_more_than_allowed(folder, capsys):
-    recorded = report(folder).partition("\n")[0]
+    recorded = budgets.read(ptxas.BUDGET)["nvcc"]["version"]
     if ptxas.version() != recorded:
         pytest.skip(f"the budget is of {recorded}, here is {ptxas.version()}")
     try:
-        assert ptxas.main(["--check", "--of", folder]) == 0, capsys.readouterr().out
+        assert ptxas.main(["--of", folder]) == 0, capsys.readouterr().out
     except cuda_library.NotBuilt as missing:
         pytest.skip(str(missing))
 
 
-def report(folder):
-    return (ptxas.RESULTS / ptxas.REPORTS[folder]).read_text()
-
-
-PASSES = {"sm80": ("forward", "backward", "mask_gradient", "weights", "decode")}
-PASSES |= {"sm90": ("forward", "backward")}
-
-
-@pytest.mark.parametrize("folder", ptxas.OF_FOLDER)
-def test_a_report_is_of_every_dtype_and_pass(folder):
-    archs, dtypes = ptxas.OF_FOLDER[folder], ("BF16", "F16")
-    for arch, what, dtype in itertools.product(archs, PASSES[folder], dtypes):
-        kernel = rf"^{arch} .* {ptxas.PRODUCTS[arch]}  {what}_kernel<\w+<{dtype}> >"
-        assert re.search(kernel, report(folder), re.M), kernel
-    assert set(json.loads(ptxas.BUDGET.read_text())) == set(ptxas.ARCHS)
-
-
 HOPPER = dataclasses.replace(FITS, arch="sm_90a", registers=240, shared=200 * 1024)
-OTHERS = [
-    dataclasses.replace(FITS, name="forward_kernel<Forward<BF16, 64, 64, true> >", products=64),
-    dataclasses.replace(FITS, arch="sm_90", registers=168),
-]
+ORDER = sass.Counts(600, 0, 16, 90, 90, 2, (1, 0))
 
 
-def test_a_summary_has_the_most_of_alike_kernels(monkeypatch):
-    monkeypatch.setattr(ptxas, "version", lambda: "nvcc 1.0")
-    first, second, *lines = ptxas.summary("sm80", [FITS, *OTHERS]).splitlines()
-    assert first == "nvcc 1.0"
-    hashed = ptxas.digest(ptxas.listing([FITS, *OTHERS]))
-    assert second == f"sha256 of local/cuda-ptxas.txt: {hashed}"
-    name = "forward_kernel<Forward<BF16> >"
-    memory = "81920 bytes shared     0 bytes spilled"
-    assert lines == [
-        f"sm_80   2 kernels  200 registers  {memory}   64 to  96 HMMA  {name}",
-        f"sm_90   1 kernels  168 registers  {memory}   96 to  96 HMMA  {name}",
-    ]
-
-
-def test_a_report_that_is_stale_is_a_fault(monkeypatch, tmp_path, capsys):
-    """Even if the change is not in the summary's own columns. Each folder has its own."""
+@pytest.fixture
+def program(monkeypatch, tmp_path):
+    """Run the program on these kernels, with a budget of its own."""
     monkeypatch.setattr(ptxas, "version", lambda: "nvcc 1.0")
     monkeypatch.setattr(ptxas, "BUDGET", tmp_path / "budget.json")
     monkeypatch.setattr(ptxas, "RESULTS", tmp_path)
-    ptxas.BUDGET.write_text("{}")
 
-    def run(*arguments, other=OTHERS[0]):
-        kernels = {"sm80": [FITS, other], "sm90": [HOPPER]}
+    def run(*arguments, **changed):
+        kernels = {"sm80": [dataclasses.replace(GENERAL, **changed)], "sm90": [HOPPER]}
         monkeypatch.setattr(ptxas, "compile_all", lambda folder, jobs: kernels[folder])
         return ptxas.main(list(arguments))
 
-    assert run("--accept") == 0 and run("--check") == 0
-    listing = (tmp_path / "local" / "cuda-ptxas.txt").read_text()
-    assert FITS.name in listing and listing in capsys.readouterr().out
-    smaller = dataclasses.replace(OTHERS[0], registers=199)
-    assert run(other=smaller) == 0 and run("--check", other=smaller) == 1
-    assert "cuda-ptxas.txt is stale" in capsys.readouterr().out
-    assert run("--check", "--of", "sm90", other=smaller) == 0
-    assert run("--accept", "--of", "sm90", other=smaller) == 0
-    assert run("--check", other=smaller) == 1
-    assert run("--accept", other=smaller) == 0 and run("--check", other=smaller) == 0
-    assert set(json.loads(ptxas.BUDGET.read_text())) == set(ptxas.ARCHS)
+    return run
+
+
+GENERAL = dataclasses.replace(FITS, name=FITS.name.replace("false", "true"), spilled=8)
+
+
+def test_the_budget_is_what_was_accepted(program, tmp_path, capsys):
+    assert program() == 1 and program("--accept") == 0 and program() == 0
+    assert program(spilled=9) == 1 and program("--of", "sm90") == 0
+    text = ptxas.BUDGET.read_text()
+    assert '"sm_80 forward_kernel<Forward<BF16> >": {"128, 128, true": 8}' in text
+    assert '"nvcc": {"version": "nvcc 1.0"}' in text
+    listing = (tmp_path / "local" / "cuda-sm80.txt").read_text()
+    assert GENERAL.name in listing and listing in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -106,7 +72,7 @@ def test_a_report_that_is_stale_is_a_fault(monkeypatch, tmp_path, capsys):
 )
 def test_faults_of_a_kernel_are_found(changed, budget, wrong):
     kernel = dataclasses.replace(FITS, **changed)
-    allowed = {kernel.arch: {kernel.name: budget}} if budget else {}
+    allowed = {kernel.template: {kernel.constants: budget}} if budget else {}
     assert bool(ptxas.faults([kernel], allowed)) == wrong
 
 
@@ -127,7 +93,7 @@ def test_faults_of_a_kernel_are_found(changed, budget, wrong):
 def test_faults_of_a_kernel_for_sm_90a_are_found(changed, budget, fault):
     """Spills in any plain kernel, and what only such a chip has."""
     kernel = dataclasses.replace(HOPPER, **changed)
-    allowed = {kernel.arch: {kernel.name: budget}} if budget else {}
+    allowed = {kernel.template: {kernel.constants: budget}} if budget else {}
     found = ptxas.faults([kernel], allowed)
     assert len(found) == bool(fault) and all(x.endswith(fault) for x in found), found
 
@@ -170,3 +136,20 @@ def test_kernels_of_both_folders_have_their_own_shared_memory():
     for folder in ptxas.OF_FOLDER:
         assert ptxas.qualified(name.format(folder)) == f"{folder}::Forward<BF16, 64, 64, false>"
     assert ptxas.qualified("delta_kernel") == "delta_kernel"
+
+
+@pytest.mark.parametrize(
+    "changed, fault",
+    [
+        ({}, ""),
+        ({"waits": (0, 0)}, "expected waits (1, 0), got (0, 0)"),
+        ({"waits": (1, 0, 0)}, "expected waits (1, 0), got (1, 0, 0)"),
+        ({"between": 89}, "expected a product under every exponential"),
+        ({"barriers": 3}, "expected at most 2 barriers, got 3"),
+    ],
+)
+def test_the_order_of_a_loop_for_sm_90a_is_judged(changed, fault):
+    loops = (ORDER._replace(**changed), *(() if "barriers" in changed else (ORDER,)))
+    found = ptxas.faults([dataclasses.replace(HOPPER, loops=loops)], {})
+    assert len(found) == bool(fault) and all(x.endswith(fault) for x in found), found
+    assert not ptxas.faults([dataclasses.replace(FITS, loops=loops)], {})

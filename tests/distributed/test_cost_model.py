@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bench.benchmarks.rank_scaling import Counted
 from fastattn import distributed
 from fastattn.distributed import cost_model, machines
 from fastattn.distributed import layout as layouts
@@ -23,6 +23,36 @@ WAYS = [
     ("usp", MESH),
 ]
 DIMS = Dims(2, 12, 4, 13, 22, 3, 5)  # uneven parts; values with another head dim
+
+
+class Counted:
+    """Count the bytes that this rank sends with torch.distributed inside the block, except int64
+    tensors, which belong to the exchange before a call."""
+
+    def __enter__(self):
+        self.sent = 0
+        self.were = dist.all_to_all_single, dist.batch_isend_irecv
+        self._put(self.exchange, self.post)
+        return self
+
+    def __exit__(self, *_):
+        self._put(*self.were)
+
+    def _put(self, *functions):
+        for name, function in zip(("all_to_all_single", "batch_isend_irecv"), functions):
+            setattr(dist, name, function)
+
+    def exchange(self, received, sent, coming, going, group=None):
+        self._add(sent, sum(going) - going[dist.get_rank(group)])
+        return self.were[0](received, sent, coming, going, group=group)
+
+    def post(self, posted):
+        for x in posted:
+            self._add(x.tensor, x.tensor.numel() if x.op is dist.isend else 0)
+        return self.were[1](posted)
+
+    def _add(self, x, numbers):
+        self.sent += numbers * x.element_size() if x.dtype != torch.int64 else 0
 
 
 # -- bytes -----------------------------------------------------------------------------------------

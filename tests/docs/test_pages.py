@@ -195,7 +195,7 @@ def test_a_page_on_a_phone(page, dark, address):
 
 
 @needs_browser
-@pytest.mark.parametrize("page", ["measured", "engines", "models", "functions", "targets"])
+@pytest.mark.parametrize("page", ["measured", "engines", "models", "functions"])
 def test_a_page_of_results_is_not_endless(page, address):
     assert measure(address, DESKTOP, f"repository/{page}.html")["height"] <= 12_000
 

@@ -9,7 +9,7 @@ import runpy
 
 import pytest
 
-from bench.benchmarks import arm_instructions
+from bench.instructions import arm as arm_instructions
 from tests.arm import __main__ as command
 from tests.arm import environment
 from tests.support.checkout import ROOT

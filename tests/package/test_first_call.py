@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import fastattn
-from bench.benchmarks import launch_overhead as stub
 from fastattn.backends.native import cuda, launcher, libraries
 from fastattn.backends.shared import cuda_errors, gpu
 from fastattn.backends.triton import backend as triton
@@ -24,6 +23,7 @@ from fastattn.call import spec, validation
 from tests.gpu_emulation.emulated import binary
 from tests.gpu_emulation.emulator import needs_emulator
 from tests.gpu_emulation.runtime import Runtime, launching
+from tests.support import launch_stub as stub
 from tests.support.backends import passed
 from tests.support.cases import build, square
 from tests.support.error_budget import Verdict

@@ -13,8 +13,7 @@ import pytest
 
 import fastattn
 from bench.cpu_engines.report import nearest
-from bench.plots import plot_readme
-from bench.reporting import results
+from bench.report import glance, results
 from tests.support.checkout import ROOT
 
 README, CONTRIBUTING = ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"
@@ -66,12 +65,12 @@ def test_every_argument_has_its_row():
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict]:
-    return [results.read(path) for path in sorted(results.FOLDER.glob("*.json"))]
+    return [results.read(path) for path in results.committed()]
 
 
 def training(measured: list[dict], mask: str) -> list[float]:
     """The ratio to torch on each machine of a sweep."""
-    return [found[mask] for x in measured if (found := plot_readme.speedups(x))]
+    return [found[mask] for x in measured if (found := glance.speedups(x))]
 
 
 def engine(measured: list[dict], row: str) -> list[float]:

@@ -9,15 +9,15 @@ import random
 import pytest
 import torch
 
-from bench.benchmarks import launch_overhead
 from fastattn.backends.triton import job, launch_cache, runtime, tile_configs
 from fastattn.backends.triton.backend import Triton
 from fastattn.call import spec, validation
+from tests.support import launch_stub
 from tests.support.marks import parametrize
 
 pytestmark = [
     pytest.mark.skipif(
-        launch_overhead.why_no_triton() is not None, reason=str(launch_overhead.why_no_triton())
+        launch_stub.why_no_triton() is not None, reason=str(launch_stub.why_no_triton())
     ),
 ]
 DIMS = dict(B=1, H=2, M=20, N=70, D=16)
@@ -26,7 +26,7 @@ LONG = dict(M=1, N=4000)
 
 @pytest.fixture
 def stub():
-    with launch_overhead.stubbed(80) as made:
+    with launch_stub.stubbed(80) as made:
         made.calls = []
         made.launched = lambda *args: made.calls.append(args)
         yield made
@@ -226,7 +226,7 @@ def test_tiles_are_chosen_by_register_demand(kind, stub):
 
 def test_tensor_descriptors_come_and_go(derived, monkeypatch):
     """On sm_90, rows aligned to 16 bytes use descriptors, others do not; calls alternate."""
-    with launch_overhead.stubbed(90) as stub:
+    with launch_stub.stubbed(90) as stub:
         stub.calls = []
         stub.launched = lambda *args: stub.calls.append(args)
         s, t = described(D=64)
@@ -287,7 +287,7 @@ def test_each_device_has_its_own_kernel(stub, derived):
 def test_each_driver_has_its_own_kernel(derived):
     s, t = described()
     for arch in (80, 86):
-        with launch_overhead.stubbed(arch):
+        with launch_stub.stubbed(arch):
             forward(s, t)
             forward(s, t)
     assert len(derived) == 2
@@ -319,7 +319,7 @@ def test_hooks_are_called(stub, derived):
 def test_workspace_of_descriptors_is_given_for_each_launch(stub, monkeypatch):
     from triton.runtime import _allocation
 
-    monkeypatch.setitem(launch_overhead.METADATA, "global_scratch_size", 128)
+    monkeypatch.setitem(launch_stub.METADATA, "global_scratch_size", 128)
     allocators = []
     stub.launched = lambda *args: allocators.append(_allocation._allocator.get())
     s, t = described()
@@ -333,7 +333,7 @@ def test_workspace_of_descriptors_is_given_for_each_launch(stub, monkeypatch):
 def test_a_kernel_that_does_not_fit_raises_each_time(stub, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
-    monkeypatch.setitem(launch_overhead.METADATA, "shared", 1 << 30)
+    monkeypatch.setitem(launch_stub.METADATA, "shared", 1 << 30)
     s, t = described()
     for _ in range(2):
         with pytest.raises(OutOfResources, match="shared memory"):

@@ -1,5 +1,5 @@
-// The tiles of the kernels in this folder, by head dims. bench/results/cuda-ptxas-sm90.txt has the
-// registers that ptxas needs for them, bench/results/ledger-sm_90.txt the instructions.
+// The tiles of the kernels in this folder, by head dims. `python -m bench.static_gpu.ptxas`
+// lists the registers that ptxas needs for them, and the instructions of their loops.
 #pragma once
 
 namespace fa {

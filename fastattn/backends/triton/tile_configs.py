@@ -1,6 +1,6 @@
 """Tables of tiles for the Triton kernels. Each tile compiled with few spilled registers.
 
-`make aot` compiles every row, and bench/results/aot-triton-*.txt has the results. If two tiles fit
+`make aot` compiles every row, and bench/results/local/aot-triton-*.txt has the results. If two tiles fit
 in registers, the table has the larger one: it reads keys and values less often.
 """
 
@@ -67,7 +67,7 @@ def same(tile: Config) -> Row:
 R = Row
 Table = dict[tuple[str, int], Row]  # by pass and head dim
 
-# Chosen so that loops over tiles issue the fewest instructions (bench/results/ledger-sm_*.txt) with
+# Chosen so that loops over tiles issue the fewest instructions (bench/instructions/gpu.json) with
 # few spills, in a causal call with grouped heads and with every feature at once
 # (bench/static_gpu/aot_budget.json).
 

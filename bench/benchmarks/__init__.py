@@ -1,1 +1,0 @@
-"""What is measured besides the sweep: one module for each command."""

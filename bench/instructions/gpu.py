@@ -1,0 +1,86 @@
+"""Count what the main loops of the GPU kernels issue, with no GPU: `make ledger`.
+
+For each kernel, the instructions of one iteration (static_gpu/sass.py): of the CUDA kernels in
+bfloat16, from the objects in build/cuda, and of Triton's, for some features and chips. The record,
+gpu.json, has them by compiler. What `ptxas.py` calls a fault is one here, too: spills of plain
+kernels, and the order of products and exponentials on sm_90. Nothing here is timed: latency, memory
+and what runs side by side are not in a count.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..static_gpu import aot, budgets, ptxas
+from . import x86
+
+RECORD = Path(__file__).with_name("gpu.json")
+VARIANTS = ("plain", "mask", "alibi", "softcap", "dropout")
+
+
+def cases() -> Iterator[aot.KernelCase]:
+    """Triton's: all variants on sm_80 and sm_90, plain calls on newer chips."""
+    for case in aot.cases(dtypes=("bfloat16",), variants=VARIANTS):
+        if case.head_dim <= 128 and (case.arch <= 90 or case.variant == "plain"):
+            yield case
+
+
+def of_triton() -> x86.Counts:
+    import triton
+
+    kernels = [k for found in aot.compile_all(cases()) for k in found]
+    if wrong := [f"{k}: {k.error}" for k in kernels if k.error]:
+        raise ValueError("; ".join(wrong))
+    return x86.Counts(f"triton {triton.__version__}", {str(k): k.loop for k in kernels if k.loop})
+
+
+def of_cuda(kernels: list[ptxas.Kernel]) -> x86.Counts:
+    loops = {
+        f"{k.arch} {k.name}": k.loops[0].instructions
+        for k in kernels
+        if k.loops and "BF16" in k.name
+    }
+    return x86.Counts(ptxas.version(), loops)
+
+
+def recorded(compiler: str) -> x86.Counts:
+    """The record of this compiler, or of another version of it."""
+    name, every = compiler.split()[0], budgets.read(RECORD)
+    known = sorted(x for x in every if x.split(":")[0].split()[0] == name)
+    version = compiler if any(x.startswith(f"{compiler}:") for x in known) else ""
+    version = version or (known[0].split(":")[0] if known else "none")
+    groups = {x.split(": ")[1]: y for x, y in every.items() if x.startswith(f"{version}:")}
+    return x86.Counts(version, {f"{x} {y}": n for x, of in groups.items() for y, n in of.items()})
+
+
+def accept(every: list[x86.Counts]) -> None:
+    """A line for each compiler and chip."""
+    groups: budgets.Groups = {}
+    for counts in every:
+        for name, n in counts.instructions.items():
+            arch, _, rest = name.partition(" ")
+            groups.setdefault(f"{counts.compiler}: {arch}", {})[rest] = n
+    budgets.write(RECORD, groups)
+
+
+def check(accepted: bool = False) -> int:
+    """Status 1 for a fault. Raises ValueError if nothing can be compiled here."""
+    missing = [] if importlib.util.find_spec("triton") else ["triton"]
+    missing += [] if ptxas.find_nvcc() else ["nvcc"]
+    if missing:
+        raise ValueError(f"instructions --gpu: not found: {', '.join(missing)}")
+    kernels = [k for folder in ptxas.OF_FOLDER for k in ptxas.compile_all(folder)]
+    wrong = ptxas.faults(kernels, budgets.read(ptxas.BUDGET))
+    every = [of_cuda(kernels), of_triton()]
+    if accepted:
+        accept(every)
+    for counts in every:
+        old = recorded(counts.compiler)
+        verdicts = x86.compare(counts, old)
+        print(x86.HEAD, *verdicts, sep="\n")
+        print(f"compiled by {counts.compiler}, the record's by {old.compiler}")
+        wrong += [str(x) for x in verdicts if x.word in x86.FAULTS]
+    print(*wrong, f"{len(wrong)} faults", sep="\n")
+    return int(bool(wrong))

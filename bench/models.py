@@ -1,0 +1,278 @@
+"""Whole models with and without fastattn: how much of a kernel's speed-up a user gets.
+
+Llama-like and Mistral-like models of four layers and a ViT-B/16 of transformers, "fastattn" against
+"sdpa"; and one and six of torch's encoder layers, torchvision's ViT-B/16 and OpenCLIP's ViT-B/32
+(these two if `make test` has installed them), converted and not. Weights are random. Both
+results are compared before either is timed: logits of unpadded positions, in training the loss and
+a gradient, and tokens in float32 only, because rounding may choose other tokens in bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastattn
+
+from .cases import BOTH, DTYPES, FORWARD, TRAINING
+from .peers import optional_deps
+from .races.race import Race
+
+LENGTHS = (1024, 2048)
+TOKENS, BATCH, WINDOW = 64, 4, 256
+LAYER_BATCHES, LAYER_LENGTHS = (1, 8), (32, 64, 128, 197)  # of an encoder layer as in ViT-B
+SECONDS = 2.0
+SIZES = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8)
+SIZES |= dict(num_key_value_heads=2, head_dim=64, vocab_size=1024, pad_token_id=0)
+PLAIN_AIM, AIM = 1.0, 1.3  # AIM is for windows or padding
+LAYER_AIM = 1.05
+
+Results = Callable[[], Sequence[Tensor]]
+
+
+@contextlib.contextmanager
+def registered() -> Generator[None, None, None]:
+    """Inside the block transformers accepts attn_implementation="fastattn"."""
+    import fastattn.integrations.transformers as integration
+
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("transformers: got none, expected it for models; pip install transformers")
+    integration.register()
+    try:
+        yield
+    finally:
+        integration.unregister()
+
+
+def races(
+    dtypes: Sequence[str] = BOTH,
+    lengths: Sequence[int] = LENGTHS,
+    scale: float = 1.0,
+    only: Sequence[str] = (),
+) -> Iterator[Race]:
+    """Races with one of the texts of `only` in their names, or all; to be used inside `registered`.
+    `scale` shrinks all models, for tests."""
+    for dtype in dtypes:
+        every = [*_languages(dtype, lengths, scale), *_others(dtype, scale)]
+        for name, what, aim, make in every:
+            if only and not any(text in f"{name}, {what}" for text in only):
+                continue
+            ours, other, same = make()
+            yield Race(name, dtype, what, ours, other, aim=aim, same=same)
+
+
+Entry = tuple[str, str, float, Callable[[], tuple[Results, Results, bool]]]
+
+
+def _languages(dtype: str, lengths: Sequence[int], scale: float) -> Iterator[Entry]:
+    for name in ("Llama", "Mistral"):
+        aim = AIM if name == "Mistral" else PLAIN_AIM
+        for n in lengths:
+            for padded in (False, True):
+                at = f"{name}, N = {n}{', padded' if padded else ''}"
+                make = functools.partial(_language, name, dtype, n, padded, scale)
+                for what in (FORWARD, TRAINING):
+                    yield at, what, AIM if padded else aim, functools.partial(make, what)
+                yield (
+                    f"{at}, {TOKENS} tokens",
+                    FORWARD,
+                    PLAIN_AIM,
+                    functools.partial(make, "tokens"),
+                )
+
+
+def _others(dtype: str, scale: float) -> Iterator[Entry]:
+    for what in (FORWARD, TRAINING):
+        yield "ViT-B/16", what, PLAIN_AIM, functools.partial(_vit, dtype, what, scale)
+        for padded in (False, True):
+            at, aim = ("encoder, padded", AIM) if padded else ("encoder", PLAIN_AIM)
+            yield at, what, aim, functools.partial(_encoder, dtype, what, padded, scale)
+    for batch in LAYER_BATCHES:
+        for n in LAYER_LENGTHS:
+            make = functools.partial(_layer, dtype, batch, n, scale)
+            yield f"encoder layer, B = {batch}, N = {n}", FORWARD, LAYER_AIM, make
+    if dtype != "float32":
+        yield from _under_autocast(dtype, scale)
+
+
+def _under_autocast(dtype: str, scale: float) -> Iterator[Entry]:
+    """Models with nn.MultiheadAttention inside, for which torch has an inference fast path."""
+    for padded in (False, True):
+        at = f"encoder under autocast{', padded' if padded else ''}"
+        make = functools.partial(_encoder, dtype, FORWARD, padded, scale, autocast=True)
+        yield at, FORWARD, PLAIN_AIM, make
+    for library, name, make in (
+        ("torchvision", "torchvision ViT-B/16", _torchvision),
+        ("open_clip", "OpenCLIP ViT-B/32", _open_clip),
+    ):
+        if optional_deps.found(library):
+            make = functools.partial(_converted, dtype, make, scale)
+            yield f"{name} under autocast", FORWARD, PLAIN_AIM, make
+
+
+def _pair(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """A model of transformers that uses fastattn, and a copy that uses sdpa."""
+    torch.manual_seed(0)
+    other = make()
+    ours = copy.deepcopy(other)
+    ours.set_attn_implementation("fastattn")
+    other.set_attn_implementation("sdpa")
+    return ours, other
+
+
+def _language(
+    name: str, dtype: str, n: int, padded: bool, scale: float, what: str
+) -> tuple[Results, Results, bool]:
+    import transformers
+
+    n = max(16, int(n * scale))
+    config = getattr(transformers, f"{name}Config")
+    window = dict(sliding_window=max(4, int(WINDOW * scale))) if name == "Mistral" else {}
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    pair = _pair(lambda: kind(config(**SIZES | window)).to(DTYPES[dtype]).eval())
+    batch = BATCH if padded else 1
+    ids = torch.randint(1, SIZES["vocab_size"], (batch, n))
+    mask = torch.ones_like(ids)
+    for b in range(batch):
+        mask[b, : b * n // BATCH] = 0  # left padding, as in generation
+    given = dict(input_ids=ids * mask, attention_mask=mask)
+    real = mask.bool()
+
+    def results(model: Any) -> Results:
+        if what == "tokens":
+            return lambda: [_generated(model, given)]
+        if what == FORWARD:
+            return lambda: [_without_gradient(model, **given, use_cache=False)[real]]
+        labels = ids.masked_fill(mask == 0, -100)
+        return lambda: _step(model, lambda: model(**given, labels=labels, use_cache=False).loss)
+
+    return results(pair[0]), results(pair[1]), not (what == "tokens" and dtype != "float32")
+
+
+@torch.no_grad()
+def _generated(model: Any, given: dict[str, Tensor]) -> Tensor:
+    how = dict(do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    return model.generate(**given, **how, max_new_tokens=TOKENS)
+
+
+@torch.no_grad()
+def _without_gradient(model: Any, *inputs: Tensor, **given: Any) -> Tensor:
+    return model(*inputs, **given)[0]
+
+
+def _step(model: nn.Module, loss_of: Callable[[], Tensor]) -> list[Tensor]:
+    """A training step without its optimizer: the loss, and the first parameter's gradient."""
+    loss = loss_of()
+    return [loss.detach(), torch.autograd.grad(loss, list(model.parameters()))[0]]
+
+
+def _loss(out: Tensor) -> Tensor:
+    """A loss that a final layer norm does not make constant and rounding does not cancel."""
+    target = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    return (out.float() - target).square().mean()
+
+
+def _vit(dtype: str, what: str, scale: float) -> tuple[Results, Results, bool]:
+    from transformers import ViTConfig, ViTModel
+
+    layers = 12 if scale == 1 else 1
+    config = ViTConfig(num_hidden_layers=layers)
+    pair = _pair(lambda: ViTModel(config, add_pooling_layer=False).to(DTYPES[dtype]).eval())
+    pixels = torch.randn(2, 3, 224, 224, dtype=DTYPES[dtype])
+
+    def results(model: Any) -> Results:
+        if what == FORWARD:
+            return lambda: [_without_gradient(model, pixels)]
+        return lambda: _step(model, lambda: _loss(model(pixels)[0]))
+
+    return results(pair[0]), results(pair[1]), True
+
+
+def _encoder(
+    dtype: str, what: str, padded: bool, scale: float, autocast: bool = False
+) -> tuple[Results, Results, bool]:
+    """The encoder of torch.nn, which has an inference fast path. With `autocast` it computes in
+    `dtype` and its weights are float32."""
+    weights_dtype = torch.float32 if autocast else DTYPES[dtype]
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(512, 8, 1408, 0.0, "gelu", batch_first=True)
+    other = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(weights_dtype)
+    ours = copy.deepcopy(other)
+    fastattn.convert(ours)
+    n = max(16, int(1024 * scale))
+    x = torch.randn(BATCH, n, 512, dtype=weights_dtype)
+    lengths = torch.arange(1, BATCH + 1) * n // BATCH
+    hidden = torch.arange(n) >= lengths[:, None] if padded else None
+    real = torch.ones(BATCH, n, dtype=torch.bool) if hidden is None else ~hidden
+
+    def results(model: nn.Module) -> Results:
+        def out() -> Tensor:
+            with torch.autocast("cpu", DTYPES[dtype], enabled=autocast):
+                return model(x, src_key_padding_mask=hidden)[real]
+
+        if what == FORWARD:
+            model.eval()
+            return lambda: [torch.no_grad()(out)()]
+        return lambda: _step(model, lambda: _loss(out()))
+
+    return results(ours), results(other), True
+
+
+def _layer(dtype: str, batch: int, n: int, scale: float) -> tuple[Results, Results, bool]:
+    torch.manual_seed(0)
+    other = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True)
+    other = other.to(DTYPES[dtype]).eval()
+    ours = copy.deepcopy(other)
+    fastattn.convert(ours)
+    x = torch.randn(batch, max(4, int(n * scale)), 768, dtype=DTYPES[dtype])
+
+    def results(model: nn.Module) -> Results:
+        return lambda: [torch.inference_mode()(model)(x)]
+
+    return results(ours), results(other), True
+
+
+Inputs = tuple[Tensor, ...]
+
+
+def _converted(
+    dtype: str, make: Callable[[float], tuple[nn.Module, Inputs]], scale: float
+) -> tuple[Results, Results, bool]:
+    torch.manual_seed(0)
+    other, inputs = make(scale)
+    ours = copy.deepcopy(other.eval())
+    fastattn.convert(ours)
+
+    def results(model: nn.Module) -> Results:
+        @torch.no_grad()
+        def out() -> Sequence[Tensor]:
+            with torch.autocast("cpu", DTYPES[dtype]):
+                found = model(*inputs)
+            return [found] if isinstance(found, Tensor) else found[:2]  # no logit scale
+
+        return out
+
+    return results(ours), results(other), True
+
+
+def _torchvision(scale: float) -> tuple[nn.Module, Inputs]:
+    models = optional_deps.library("torchvision").models
+    model = models.VisionTransformer(224, 16, 12 if scale == 1 else 1, 12, 768, 3072)
+    model.heads = nn.Identity()  # the last layer is initialized to zeros
+    return model, (torch.randn(2, 3, 224, 224),)
+
+
+def _open_clip(scale: float) -> tuple[nn.Module, Inputs]:
+    clip = optional_deps.library("open_clip").model
+    layers = 12 if scale == 1 else 1
+    images = clip.CLIPVisionCfg(layers=layers, patch_size=32)
+    texts = clip.CLIPTextCfg(layers=layers)
+    tokens = torch.randint(texts.vocab_size, (2, texts.context_length))
+    return clip.CLIP(512, images, texts), (torch.randn(2, 3, 224, 224), tokens)
