@@ -1,5 +1,5 @@
 // A CUDA library that launches no kernels: the functions that csrc/abi.h declares, for
-// launch_overhead.py to time what precedes a launch, and for tests to see which arguments arrive.
+// `bench race launch` to time what precedes a launch, and for tests to see which arguments arrive.
 #include <cstring>
 
 #include "../../csrc/abi.h"
