@@ -8,16 +8,18 @@ Nothing here waits for the device, unless some sequences have no row.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...call.spec import AttentionSpec, Feature, Tensors
+from ...call.spec import BY_HEAD, AttentionSpec, Feature, Tensors
 from ..base import Backend
 
-_OF_HEADS = Feature.DROPOUT | Feature.ALIBI | Feature.BAND
+_OF_ROWS = Feature.DROPOUT | Feature.BAND
+_OF_HEADS = functools.reduce(Feature.__or__, (a.feature for a in BY_HEAD), _OF_ROWS)
 ROOM = 1 << 28  # most bytes of gathered keys and values and of their gradients
 
 
