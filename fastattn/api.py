@@ -61,6 +61,8 @@ IN_TOKENS = TOKENS, TOKENS
 _MASK, *_AS_GIVEN, _SEED = (name for name in Tensors._field_defaults if name in DEFAULTS)
 # The fastest way from arguments to `Tensors`, which compilers cannot trace.
 _as_given = operator.itemgetter(*_AS_GIVEN)
+_SCALARS = "causal", "dropout_p", "scale", "softcap", "backend", "row_invariant"
+_scalars = operator.itemgetter(*_SCALARS)
 _tensors = functools.partial(tuple.__new__, Tensors)
 _ABSENT = (None,) * (len(Tensors._fields) - len("qkv") - 2 - len(_AS_GIVEN))
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -523,15 +525,8 @@ def prepare(
     given = resolved(arguments, function) if arguments else DEFAULTS
     compiling = is_compiling()
     window, mask, seed = given["window"], given["mask"], given["seed"]
-    scalars = (
-        given["causal"],
-        given["dropout_p"],
-        given["scale"],
-        given["softcap"],
-        given["backend"],
-        given["row_invariant"],
-        orders,
-    )
+    scalars = [given[name] for name in _SCALARS] if compiling else _scalars(given)
+    scalars = *scalars, orders
     may_be_a_part = compiling or F.scaled_dot_product_attention is not context_parallel.TORCHS
     if may_be_a_part and given["place"] is None and context_parallel.is_inside():
         raise RuntimeError(f"{function}: {context_parallel.WORDS}")
@@ -741,21 +736,19 @@ def _options(
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_options)
 
 
-_CONSTANT, _VARIABLE = (
-    [at for at, a in enumerate(ARGUMENTS.values()) if a.gradient == has] for has in (False, True)
-)
+_IS_CONSTANT = [not a.gradient for a in ARGUMENTS.values()]
 
 
 def _requires_grad(t: Tensors) -> bool:
-    for at in _CONSTANT:
-        x = t[at]
-        if x is not None and isinstance(x, Tensor) and x.requires_grad:
-            _no_gradient(list(ARGUMENTS.values())[at].name, x)
-    for at in _VARIABLE:
-        x = t[at]
+    for x in t:
         if x is not None and isinstance(x, Tensor) and x.requires_grad:  # checks reject non-tensors
-            return True
-    return False
+            break
+    else:
+        return False
+    for name, x, is_constant in zip(ARGUMENTS, t, _IS_CONSTANT):
+        if is_constant and isinstance(x, Tensor):
+            _no_gradient(name, x)
+    return True
 
 
 def _no_gradient(name: str, x: Tensor) -> None:

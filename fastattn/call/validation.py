@@ -37,6 +37,16 @@ from .spec import (
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNMENTS = ("", "top_left", "bottom_right")
+# The options that a spec has as they are.
+AS_GIVEN = (
+    "average_heads",
+    "constant_lse",
+    "row_invariant",
+    "out_order",
+    "grad_order",
+    "score_mod",
+)
+AS_GIVEN += ("at_row", "at_key", "at_head", "at_item", *DROPOUT_PERIODS)
 
 
 def describe(t: Tensors, o: Options) -> AttentionSpec:
@@ -66,18 +76,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         mask_dtype=None if t.mask is None else t.mask.dtype,
         needs_grad=o.grad,
         weights=t.v is None,
-        average_heads=o.average_heads,
-        constant_lse=o.constant_lse,
-        row_invariant=o.row_invariant,
         acc_dtype_out=o.stored(t.q.dtype) != t.q.dtype,
-        out_order=o.out_order,
-        grad_order=o.grad_order,
-        at_row=o.at_row,
-        at_key=o.at_key,
-        at_head=o.at_head,
-        at_item=o.at_item,
-        dropout_batch_period=o.dropout_batch_period,
-        dropout_head_period=o.dropout_head_period,
         rows_after=0 if o.rows is None else o.rows - o.at_row - M,
         keys_after=0 if o.keys is None else o.keys - o.at_key - N,
         T=0 if t.cu_q is None else T,
@@ -85,10 +84,10 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         P=0 if t.block_table is None else t.k.shape[0],
         page=0 if t.block_table is None else S,
         blocks=0 if t.block_table is None else t.block_table.shape[1],
-        score_mod=o.score_mod,
         floats=0 if t.captured_floats is None else t.captured_floats.shape[0],
         ints=0 if t.captured_ints is None else t.captured_ints.shape[0],
         storage=None if t.k.dtype == t.q.dtype else t.k.dtype,
+        **{name: getattr(o, name) for name in AS_GIVEN},
     )
 
 
