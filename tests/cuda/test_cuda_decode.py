@@ -95,6 +95,7 @@ HEAD_DIMS = {
 }
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
 @pytest.mark.parametrize("padded", HEAD_DIMS)

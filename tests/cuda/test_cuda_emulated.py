@@ -228,6 +228,7 @@ def test_a_bool_mask_hides_any_score(emulated, softcap, score):
     assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
+@pytest.mark.slow
 @parametrize("M", [1, 16, 63, 64, 65, 128, 129], fast=24)
 @pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129])
 def test_lengths_around_tiles(emulated, M, N):

@@ -26,7 +26,7 @@ from tests.semantics import (
 )
 from tests.support import gpu
 
-pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
+pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator, pytest.mark.slow]
 CHOSEN = {
     test_special_values: "",  # all tests
     test_sinks: "",
