@@ -106,8 +106,8 @@ def test_a_call_with_another_mask_fails(mask, monkeypatch, timed):
     assert record["status"] == "failed" and "off by" in record["reason"] and timed == []
 
 
-@parametrize("mask", MASKS, fast=4)
-@pytest.mark.parametrize("sizes", [{}, {"Hk": 2}, {"M": 13, "Hk": 1}], ids=["MHA", "GQA", "few"])
+@parametrize("mask", MASKS, fast=2)
+@parametrize("sizes", [{}, {"Hk": 2}, {"M": 13, "Hk": 1}], ids=["MHA", "GQA", "few"], fast=2)
 def test_every_available_peer_passes_or_has_a_reason(mask, sizes):
     names = tuple(name for name in PEERS if name != "flex")  # it compiles for half a minute
     for record in cells(case(mask, **sizes), names=names):

@@ -105,7 +105,7 @@ SEEING = {
 
 @every_tiled
 @every_shape
-@parametrize("band", BANDS, fast=51)
+@parametrize("band", BANDS, fast=2)
 @every_value
 def test_a_row_without_bf16_split_runs_on_vector_kernels(isa, dtype, value, band, shape):
     """Its out and LSE are those of the vector kernels, bit for bit; every other row has the bits
@@ -131,7 +131,7 @@ def kinds(x):
 
 @every_tiled
 @every_shape
-@parametrize("band", ["full", "causal"], fast=10)
+@parametrize("band", ["full", "causal"], fast=1)
 @every_value
 def test_non_finite_values_appear_in_every_pass(isa, dtype, value, band, shape):
     """Infinities and NaN are in the results of every pass where the vector kernels have them. The

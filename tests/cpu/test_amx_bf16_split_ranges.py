@@ -232,7 +232,7 @@ def judge_range(isa, changes, dims, dtype):
 
 
 @every_tiled
-@parametrize("what", RANGES, fast=38)
+@parametrize("what", RANGES, fast=43)
 def test_small_and_large_values_err_no_more(isa, what):
     """Compared with the vector kernels: values that have planes keep all of them, and values that
     have none are never split. Some blocks of 128 keys have such values and others do not."""

@@ -92,8 +92,8 @@ def filled(problem, names, keys, value):
 
 @every_tiled
 @every_planed
-@parametrize("shape", UNSEEN_SHAPES, fast=23)
-@pytest.mark.parametrize("how", HIDING)
+@pytest.mark.parametrize("shape", UNSEEN_SHAPES)
+@parametrize("how", HIDING, fast=3)
 def test_a_key_hidden_from_all_rows_changes_no_bit(isa, how, shape, dtype):
     """Neither the contents of the key nor its lack of planes has an effect."""
     dims = UNSEEN_SHAPES[shape]

@@ -52,7 +52,7 @@ GROUPED += ["bool_mask", "padding_mask", "float_mask+dropout", "lengths", "lengt
 
 
 @every_tiled
-@parametrize("features", GROUPED, fast=8)
+@parametrize("features", GROUPED, fast=10)
 def test_a_few_rows_of_grouped_heads(isa, features):
     """Heads share a tile: each takes as many of its 16 lanes as it has rows."""
     given, found = tuple(FEATURE[x] for x in features.split("+") if x), []

@@ -54,8 +54,8 @@ def scores_of(q, k, **functions):
 # -- operators -------------------------------------------------------------------------------------
 
 
-@parametrize("isa", libraries.cpu_isas(), fast=103)
-@pytest.mark.parametrize("whole, name, text", CASES, ids=IDS)
+@pytest.mark.parametrize("isa", libraries.cpu_isas())
+@parametrize("whole, name, text", CASES, ids=IDS, fast=25)
 def test_each_operator(whole, name, text, isa):
     """The scores are those of the program on torch tensors, in the same precision."""
     function = function_of(text, whole)
@@ -154,8 +154,8 @@ BIASES = [
 ]  # fmt: skip
 
 
-@parametrize("rows", [M, 3, 1], fast=168)
-@pytest.mark.parametrize("isa, dtype", EVERY)
+@pytest.mark.parametrize("rows", [M, 3, 1])
+@parametrize("isa, dtype", EVERY, fast=6)
 @pytest.mark.parametrize("name", BIASES)
 def test_bits_are_those_of_the_same_bias(name, isa, dtype, rows):
     """Out and the gradients of q, k and v."""
@@ -192,8 +192,8 @@ MASKS = {
 }
 
 
-@parametrize("rows", [M, 5], fast=205)
-@pytest.mark.parametrize("isa, dtype", EVERY)
+@pytest.mark.parametrize("rows", [M, 5])
+@parametrize("isa, dtype", EVERY, fast=6)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_those_of_the_same_mask(name, isa, dtype, rows):
     given, traced = tensors(DTYPES[dtype], M=rows), trace_mask_mod(MASKS[name])
@@ -235,7 +235,7 @@ CAPTURED = {
 }
 
 
-@parametrize("isa, dtype", EVERY, fast=65)
+@parametrize("isa, dtype", EVERY, fast=7)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_gradients_of_captured_tensors(name, isa, dtype):
     """Against float64; the gradient of a captured tensor has its own dtype."""

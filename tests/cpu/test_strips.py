@@ -76,7 +76,7 @@ def calls(seed, dtype):
         yield (q, k, v), given, shown
 
 
-@parametrize("dtype", DTYPES, fast=25)
+@parametrize("dtype", DTYPES, fast=2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_band_gives_the_bits_of_its_mask(seed, isa, dtype):

@@ -67,7 +67,7 @@ GROUP_OF_5 = Feature("group_of_5", "rows", dims=lambda dims: replace(dims, H=5 *
 
 
 @every_dtype
-@parametrize("features", [PLAIN, *FEATURES], ids=name_of, fast=11)
+@parametrize("features", [PLAIN, *FEATURES], ids=name_of, fast=6)
 def test_features(emulated, dtype, features):
     run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
 
@@ -75,7 +75,7 @@ def test_features(emulated, dtype, features):
 DECISIVE = [p for p in PAIRS if not any(x.group in (*LEFT_OUT, "lse", "values") for x in p)]
 
 
-@parametrize("features", DECISIVE, ids=name_of, fast=30)
+@parametrize("features", DECISIVE, ids=name_of, fast=31)
 def test_pairs_of_features(emulated, features):
     """Each in one dtype, in turn, and with more rows or more heads per key head, in turn."""
     at = DECISIVE.index(features)
@@ -197,8 +197,8 @@ def test_both_gpu_backends_have_the_same_few_rows_limit():
 # --- order ----------------------------------------------------------------------------------------
 
 
-@parametrize("lazy", [False, True], ids=["eager", "lazy"], fast=10)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@parametrize("lazy", [False, True], ids=["eager", "lazy"], fast=1)
+@parametrize("schedule", SCHEDULES, fast=2)
 @pytest.mark.parametrize("M", [1, 16])
 def test_every_schedule_gives_the_same_bits(emulated, M, schedule, lazy):
     problem = build(Dims(1, 4, 1, M, 650, 24, 24), (FEATURE["dropout"],), torch.bfloat16)

@@ -25,7 +25,7 @@ MANY = 132  # multiprocessors: few rows of many keys are split among them
 SIZES = ((5, 7), (0, 3), (1, 1), (130, 65), (3, 0), (128, 64))
 
 
-@parametrize("features", CASES, ids=name_of, fast=1)
+@parametrize("features", CASES, ids=name_of, fast=2)
 def test_features(features):
     """Each in one dtype, in turn."""
     made = batch(features, DTYPES[NAMES[CASES.index(features) % 2]], SIZES)
@@ -44,8 +44,8 @@ def test_few_rows_of_many_keys(names):
 
 # Many rows; and few rows with keys that one block takes.
 @pytest.mark.slow
-@parametrize("sizes, processors", [(SIZES, 0), (((1, 141), (2, 0), (3, 70)), MANY)], fast=2)
-@parametrize("names", ["", *CUT], fast=4)
+@parametrize("sizes, processors", [(SIZES, 0), (((1, 141), (2, 0), (3, 70)), MANY)], fast=1)
+@parametrize("names", ["", *CUT], fast=1)
 def test_a_batch_has_the_bits_of_single_calls(names, sizes, processors):
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, sizes)
     with everywhere(sm_count=processors):
@@ -111,7 +111,7 @@ def test_pages_are_clamped(processors, monkeypatch):
         assert found.isfinite().all()
 
 
-@parametrize("kind", HOSTILE, fast=4)
+@parametrize("kind", HOSTILE, fast=2)
 @pytest.mark.parametrize("processors", [0, MANY])
 def test_offsets_are_clamped(kind, processors, monkeypatch):
     """The memory around rows and keys is NaN."""

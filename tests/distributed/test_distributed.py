@@ -122,15 +122,15 @@ def test_features(four, feature, strategy, count, layout):
 
 
 @pytest.mark.slow
-@parametrize("layout", layouts.LAYOUTS, fast=3)
+@parametrize("layout", layouts.LAYOUTS, fast=1)
 @every_strategy
-@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize("dtype", DTYPES, fast=1)
 def test_all_features_together(four, dtype, strategy, count, layout):
     problem, found = over(four, count, EVERYTHING, dtype, strategy, layout)
     assert not Verdict(problem).about(found)
 
 
-@parametrize("dtype", ["float32", "bfloat16"], fast=6)
+@parametrize("dtype", ["float32", "bfloat16"], fast=1)
 @most_ranks
 def test_all_features_together_by_the_reference(four, strategy, count, dtype):
     """Its backward, too, handles rows with keys on other ranks."""
@@ -143,9 +143,9 @@ def test_all_features_together_by_the_reference(four, strategy, count, dtype):
 SIZES = ((1, 1), (3, 3), (4, 4), (5, 9), (9, 5), (0, 6), (6, 0), (63, 7), (2, 131))
 
 
-@parametrize("layout", layouts.LAYOUTS, fast=50)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
 @most_ranks
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@parametrize("size", SIZES, ids=str, fast=6)
 def test_sizes(four, size, strategy, count, layout):
     names, dims = (*EVERYTHING[:2], *EVERYTHING[3:]), replace(DIMS, M=size[0], N=size[1])
     problem, found = over(four, count, names, "float32", strategy, layout, dims)

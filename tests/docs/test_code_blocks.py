@@ -12,7 +12,6 @@ import torch
 
 import fastattn.flash_attn
 from tests.support.checkout import ROOT
-from tests.support.marks import parametrize
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -74,7 +73,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-@parametrize("page", with_language("python"), ids=name, fast=3)
+@pytest.mark.parametrize("page", with_language("python"), ids=name)
 def test_python_runs(page, one_rank):
     for module in NEEDS.get(name(page), ()):
         pytest.importorskip(module, reason=f"the page uses {module}")

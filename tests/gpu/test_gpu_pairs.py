@@ -21,7 +21,7 @@ def problem_of(pair):
     return build(Dims(2, 2, 2, 140, 197, DIM[dtype], DIM[dtype]), pair, DTYPES[dtype])
 
 
-@parametrize("pair", PAIRS, ids=name_of, fast=947)
+@parametrize("pair", PAIRS, ids=name_of, fast=473)
 @judged
 def test_pairs(name, pair):
     check(name, [problem_of(pair)])

@@ -51,8 +51,8 @@ def worst(mine, theirs, least=0.0):
     return (mine - theirs).abs().max() / theirs.abs().max().clamp(min=least)
 
 
-@parametrize("padding", ["none", "left", "right", "both"], fast=22)
-@pytest.mark.parametrize("family", families("text", "encoded", "pair"))
+@pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
+@parametrize("family", families("text", "encoded", "pair"), fast=5)
 def test_logits_and_gradients(family, padding):
     model, given = made(family), inputs(family, padding)
     y, grads = outputs_and_gradients(model, given, "fastattn")
@@ -77,8 +77,8 @@ def test_images_and_waves(family):
 
 
 @pytest.mark.slow
-@parametrize("cache", ["dynamic", "static"], fast=16)
-@pytest.mark.parametrize("family", families("text", "pair"))
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@parametrize("family", families("text", "pair"), fast=8)
 def test_generate(family, cache):
     """Generate token by token from a prompt that is padded on the left."""
     model, (ids, mask) = made(family), text("left")

@@ -316,7 +316,7 @@ CHANGES = {
 }
 
 
-@parametrize("name", CHANGES, fast=6)
+@parametrize("name", CHANGES, fast=3)
 @pytest.mark.parametrize("page_size", (4, None))
 def test_a_change_is_atomic(page_size, name):
     """Wherever torch runs out of memory. Evictions that move rows are excluded: their new places

@@ -58,7 +58,7 @@ class Stored(Model):
 
 
 @every_backend
-@parametrize("page_size", PAGES, fast=4)
+@parametrize("page_size", PAGES, fast=2)
 def test_any_sequence_of_changes(name, page_size):
     declares(name, torch.float32, Feature.INT4)
     chance = random.Random(page_size or 0)

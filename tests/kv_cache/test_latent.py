@@ -88,8 +88,8 @@ CHANGES = [Both.append, Both.append, Both.append_packed, Both.truncate, Both.evi
 CHANGES += [Both.fork, Both.copied]
 
 
-@parametrize("storage", STORAGES, ids=str, fast=5)
-@pytest.mark.parametrize("page", [None, 1, 4, 16])
+@parametrize("storage", STORAGES, ids=str, fast=2)
+@parametrize("page", [None, 1, 4, 16], fast=2)
 def test_any_changes(page, storage):
     for seed in range(4):
         both = Both(seed, page, storage)

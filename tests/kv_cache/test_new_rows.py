@@ -208,7 +208,7 @@ def test_rows_when_subnormal_numbers_are_flushed(storage):
         torch.set_flush_denormal(False)
 
 
-@parametrize("threads", (1, 2, 5), fast=13)
+@parametrize("threads", (1, 2, 5), fast=2)
 @every_storage
 def test_any_number_of_threads(storage, threads):
     before = torch.get_num_threads()

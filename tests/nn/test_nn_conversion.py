@@ -90,9 +90,9 @@ def test_attention_is_torchs(itself, bias, masks):
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
 
 
-@parametrize("padding", [False, True], fast=20)
+@pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: " ".join(f"{v}" for v in o.values()))
+@parametrize("options", OPTIONS, ids=lambda o: " ".join(f"{v}" for v in o.values()), fast=5)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torchs_transformer_and_back(options, train, padding):
     """Outputs and gradients are equal at every token that is not padding."""

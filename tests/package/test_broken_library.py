@@ -166,8 +166,8 @@ def load_all(folder, intact):
     return {tuple(name): rest for name, *rest in map(json.loads, run.stdout.splitlines())}
 
 
-@parametrize("cuda", [False, True], ids=["cpu", "cuda"], fast=2)
-@pytest.mark.parametrize("name", [*CONTENTS, *OTHERS])
+@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
+@parametrize("name", [*CONTENTS, *OTHERS], fast=3)
 def test_a_broken_library_is_a_reason(name, cuda, reasons):
     if (name, cuda) not in reasons:
         pytest.skip("building a library needs a C compiler")

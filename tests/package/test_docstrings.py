@@ -360,7 +360,7 @@ def why_skipped(doc):
         for name, x, *_ in ALL
         if x.__doc__ and ">>> " in x.__doc__
     ],
-    fast=30,
+    fast=46,
 )
 def test_example(doc, name):
     if reason := why_skipped(doc):

@@ -63,7 +63,7 @@ def test_scores(name):
     assert Program.parse(program.text()) == program
 
 
-@parametrize("name", SCORES, fast=15)
+@parametrize("name", SCORES, fast=14)
 def test_gradients_of_scores(name):
     """Those of torch's autograd through the function itself."""
     leaf = torch.randn(B, H, N, N, dtype=torch.float64, requires_grad=True)

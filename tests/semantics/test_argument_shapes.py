@@ -274,7 +274,7 @@ def public(names):
 
 
 @every_backend
-@parametrize("case", EVERY["dense"], ids=str, fast=257)
+@parametrize("case", EVERY["dense"], ids=str, fast=83)
 @pytest.mark.parametrize("average", [False, True], ids=["heads", "average"])
 def test_every_shape_of_weights(name, case, average):
     declares(name, case.dtype, Feature.WEIGHTS)
@@ -366,7 +366,7 @@ def loss(attention, argument, given, q, x):
 
 @not_interpreted
 @every_layout
-@parametrize("name", OPTIONAL, fast=3)
+@parametrize("name", OPTIONAL, fast=1)
 def test_every_shape_is_mapped(name, layout):
     """A mapped argument with a shared q; and a shared argument with a mapped q."""
     laid, V = LAYOUTS[layout], EXAMPLES[layout]

@@ -46,8 +46,8 @@ FEATURES += [tuple(FEATURE[x] for x in names.split("+")) for names in TOGETHER]
 
 
 @every_backend
-@parametrize("shape", SHAPES, fast=51)
-@pytest.mark.parametrize("features", FEATURES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES)
+@parametrize("features", FEATURES, ids=name_of, fast=14)
 def test_features(name, shape, features):
     found = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -65,8 +65,8 @@ TRAINED = {
 
 
 @every_backend
-@parametrize("shape", TRAINED, fast=29)
-@pytest.mark.parametrize("features", FEATURES, ids=name_of)
+@pytest.mark.parametrize("shape", TRAINED)
+@parametrize("features", FEATURES, ids=name_of, fast=11)
 def test_gradients(name, shape, features):
     dtype = torch.bfloat16 if shape == "two_rows" else torch.float32
     passed(everywhere(name, Verdict(build(TRAINED[shape], features, dtype))))

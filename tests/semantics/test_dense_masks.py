@@ -102,8 +102,8 @@ NO_MEAN = [x for x in PATTERNS if x != "a row of none"]  # PLAIN gives it the me
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's scores have another unit where nothing is added")
 @every_backend
-@parametrize("dtype", DTYPES, fast=14)
-@pytest.mark.parametrize("pattern", NO_MEAN)
+@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize("pattern", NO_MEAN, fast=3)
 def test_bits_are_those_of_every_number_added(name, pattern, dtype):
     """Outputs and gradients, on every instruction set."""
     declares(name, DTYPES[dtype])
@@ -118,8 +118,8 @@ def test_bits_are_those_of_every_number_added(name, pattern, dtype):
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's scores have another unit where nothing is added")
 @every_backend
-@parametrize("dtype", DTYPES, fast=2)
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@parametrize("dtype", DTYPES, fast=1)
+@parametrize("rows", [1, 5, 16], fast=2)
 def test_bits_of_few_rows_are_those_of_every_number_added(name, rows, dtype):
     declares(name, DTYPES[dtype])
     for others, pattern in zip(("", "dropout", "", "softcap", "", "alibi", ""), FEW, strict=True):
@@ -135,8 +135,8 @@ def test_bits_of_few_rows_are_those_of_every_number_added(name, rows, dtype):
 
 
 @every_backend
-@parametrize("form", ["bool", "-inf", "finfo.min"], fast=3)
-@pytest.mark.parametrize("rows", small((1, 3, 9, 16), (1, 9)))
+@parametrize("form", ["bool", "-inf", "finfo.min"], fast=1)
+@parametrize("rows", small((1, 3, 9, 16), (1, 9)), fast=2)
 def test_few_rows(name, rows, form):
     found = []
     for pattern in small(FEW, ("a cache", "the last row of none")):
@@ -157,7 +157,7 @@ def spoiled(problem, begin, end):
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton reads a mask of few rows")
 @every_backend
-@parametrize("lies", ["as it is", "column by column", "apart", "a head's own"], fast=15)
+@parametrize("lies", ["as it is", "column by column", "apart", "a head's own"], fast=2)
 @pytest.mark.parametrize("form", ["bool", "-inf"])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_hidden_keys_of_few_rows_are_not_read(name, rows, form, lies):
@@ -194,8 +194,8 @@ def test_fully_hidden_rows_with_rows_of_finfo_min(name):
 
 
 @every_backend
-@parametrize("form", ["bool", "-inf", "finfo.min"], fast=14)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("form", ["bool", "-inf", "finfo.min"])
+@parametrize("pattern", PATTERNS, fast=4)
 def test_dense_masks(name, pattern, form):
     """Compared with the oracle, with rows that see nothing, and rows that see only finfo.min."""
     found = []
@@ -251,7 +251,7 @@ def test_mask_planes(name, shape):
 
 
 @every_backend
-@parametrize("shape", ["BHMN", "1HMN", "11MN", "1H1N"], fast=11)
+@parametrize("shape", ["BHMN", "1HMN", "11MN", "1H1N"], fast=3)
 @pytest.mark.parametrize("pattern", ["causal", "blocks", "one hidden"])
 def test_gradient_of_a_mask_with_structure(name, pattern, shape):
     """Exact where the mask adds 0, and 0 where it hides, whatever was in memory."""

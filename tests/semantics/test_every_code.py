@@ -50,8 +50,8 @@ def is_right(found, exact, dtype, rounding=0.0):
 
 
 @every_dtype
-@parametrize("rows", ROWS, fast=3)
-@pytest.mark.parametrize("storage", STORAGES)
+@parametrize("rows", ROWS, fast=1)
+@parametrize("storage", STORAGES, fast=1)
 def test_every_code_of_every_column(storage, rows, dtype):
     """Row and head r reads column r of a key. Of three keys a mask leaves one to a row: the others
     are decoded beside it."""

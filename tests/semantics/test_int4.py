@@ -80,7 +80,7 @@ def check(name, made, pages=()):
 
 
 @every_backend
-@parametrize("features", [f for f in CASES if of_scores(f)], ids=name_of, fast=21)
+@parametrize("features", [f for f in CASES if of_scores(f)], ids=name_of, fast=11)
 def test_every_feature(name, features):
     declares(name, torch.float32, Feature.INT4)
     check(name, batch(features, torch.float32, d=32), (5,))
@@ -89,7 +89,7 @@ def test_every_feature(name, features):
 
 @every_backend
 @every_dtype
-@parametrize("d", (32, 64, 96, 128, 160), fast=5)
+@parametrize("d", (32, 64, 96, 128, 160), fast=1)
 def test_every_dtype_and_width(name, dtype, d):
     """Calls of one row, of few and of many; heads with their own keys or shared ones."""
     declares(name, DTYPES[dtype], Feature.INT4)

@@ -37,7 +37,7 @@ def stored_in_int8(features, dtype, sizes, d, dv=None):
 
 @on_cpu
 @halves
-@parametrize("d, dv", ((32, 32), (64, 96), (128, 128), (160, 32), (576, 512)), fast=8)
+@parametrize("d, dv", ((32, 32), (64, 96), (128, 128), (160, 32), (576, 512)), fast=4)
 def test_every_width_and_number_of_keys(name, dtype, d, dv):
     """One row, and a few, of heads with their own keys or shared ones; in a row and in pages."""
     declares(name, dtype, Feature.QUANTISED)

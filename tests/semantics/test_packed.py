@@ -202,7 +202,7 @@ def everywhere(name, made):
 
 
 @every_backend
-@parametrize("features, dtype", thinned(CASES, DECLARED), ids=name_of, fast=7)
+@parametrize("features, dtype", thinned(CASES, DECLARED), ids=name_of, fast=8)
 def test_packed(name, features, dtype):
     declares(name, DTYPES[dtype], Feature.PACKED)
     passed(everywhere(name, batch(features, DTYPES[dtype])))
@@ -224,7 +224,7 @@ def test_few_rows_of_many_keys(name, names):
 
 
 @every_backend
-@parametrize("features", CASES, ids=name_of, fast=15)
+@parametrize("features", CASES, ids=name_of, fast=19)
 def test_packed_has_the_bits_of_each_alone(name, features, threads):
     made = batch(features, torch.float32)
     for isa in variants(name):

@@ -93,7 +93,7 @@ def in_parts(axis, function=fastattn.attention, cuts=None):
 
 
 @every_backend
-@parametrize("features, axis", thinned(CASES, AXES), ids=name_of, fast=36)
+@parametrize("features, axis", thinned(CASES, AXES), ids=name_of, fast=38)
 def test_parts_make_the_whole(name, features, axis):
     for dtype in ("float32", "float64") if name == "cpu" else ("float32",):
         problem = build(DIMS, features, DTYPES[dtype])
@@ -233,9 +233,9 @@ BESIDE = {
 
 
 @not_interpreted
-@parametrize("rows", (1, 3, 37), fast=89)
+@pytest.mark.parametrize("rows", (1, 3, 37))
 @pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("what", FUNCTIONS)
+@parametrize("what", FUNCTIONS, fast=8)
 def test_functions_count_in_the_larger_call(what, beside, rows):
     """b, h, i and j do, with every place, and beside arguments that hide keys, too."""
     problem = build(Dims(3, 2, 2, rows, 51, 8, 8), (FEATURE["lse_loss"],), torch.float32)

@@ -47,9 +47,9 @@ def passes(function, dtype):
     return value.detach(), by_table, -by_q[..., 0].flatten(), -moved, bend[..., 0].flatten()
 
 
-@parametrize("name", FUSED + ["reference"] * (not INTERPRETED), fast=32)
+@pytest.mark.parametrize("name", FUSED + ["reference"] * (not INTERPRETED))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("function", small(list(AT_EDGES), IN_INTERPRETER))
+@parametrize("function", small(list(AT_EDGES), IN_INTERPRETER), fast=8)
 def test_derivatives_at_edges(name, function, dtype):
     declares(name, DTYPES[dtype], Feature.SCORE_MOD | Feature.TANGENTS)
     points = torch.tensor(POINTS, dtype=torch.float64)

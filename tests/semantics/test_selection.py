@@ -58,9 +58,9 @@ INDEX = {
 }
 
 
-@parametrize("isa", ISAS, fast=10)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", INDEX)
+@parametrize("isa", ISAS, fast=1)
+@parametrize("dtype", DTYPES, fast=2)
+@parametrize("sizes", INDEX, fast=2)
 def test_the_indexer_is_its_dense_form(sizes, dtype, isa):
     H, D, M = INDEX[sizes]
     before = libraries.cpu_isa()

@@ -183,9 +183,9 @@ FAR = [
 
 
 @pytest.mark.slow
-@parametrize("value", LARGE, fast=3)
-@pytest.mark.parametrize("title", ROWS)
-@pytest.mark.parametrize("name, dtype", FAR)
+@parametrize("value", LARGE, fast=1)
+@parametrize("title", ROWS, fast=1)
+@parametrize("name, dtype", FAR, fast=2)
 def test_rows_far_from_zero(name, dtype, title, value):
     """Outputs, the LSE and all gradients; and the weights, which sum to 1, with their gradients."""
     problem, found = far_problem(title, value, dtype), []

@@ -149,7 +149,7 @@ def test_quantised_cache_with_every_feature(name, features, storage):
 @every_backend
 @every_storage
 @every_dtype
-@parametrize("d", (8, 33, 64, 96), fast=3)
+@parametrize("d", (8, 33, 64, 96), fast=1)
 def test_quantised_cache_of_every_dtype_and_width(name, dtype, storage, d):
     """Calls of one row, of few and of many; heads with their own keys or shared ones."""
     declares(name, DTYPES[dtype], Feature.QUANTISED)
@@ -385,7 +385,7 @@ class Stored(Model):
 
 @not_interpreted
 @every_storage
-@parametrize("page_size", (None, 1, 4, 16, 7), fast=7)
+@parametrize("page_size", (None, 1, 4, 16, 7), fast=2)
 def test_any_sequence_of_changes_keeps_scales_with_their_rows(page_size, storage):
     changes = ("packed", "packed", "fork", "evict", "truncate")
     model, chance = Stored(page_size, NAMES[storage], grow=True), random.Random(page_size or 0)

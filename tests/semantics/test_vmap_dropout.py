@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @every_backend
-@parametrize("way, dtype", thinned(vmap_dropout.WAYS, DECLARED), fast=7)
+@parametrize("way, dtype", thinned(vmap_dropout.WAYS, DECLARED), fast=10)
 def test_each_draws_as_it_does_alone(name, way, dtype):
     """In decode, too: with one row."""
     declares(name, DTYPES[dtype])
@@ -42,7 +42,7 @@ MIXED = ("items heads", "heads items")
 
 
 @every_backend
-@parametrize("which, way", thinned(vmap_dropout.PASSES, small(vmap_dropout.WAYS, MIXED)), fast=5)
+@parametrize("which, way", thinned(vmap_dropout.PASSES, small(vmap_dropout.WAYS, MIXED)), fast=6)
 def test_one_call_is_each_of_them(name, which, way):
     """The pass runs once."""
     if which not in vmap_dropout.passes_of(name):
@@ -55,7 +55,7 @@ def test_one_call_is_each_of_them(name, which, way):
 
 
 @not_interpreted
-@parametrize("way", vmap_dropout.WAYS, fast=3)
+@parametrize("way", vmap_dropout.WAYS, fast=4)
 def test_vmap_dropout_of_the_reference(way):
     assert vmap_dropout.draws_alike("reference", way, torch.float64)
     passed(list(vmap_dropout.complaints("reference", torch.float64, [way])))

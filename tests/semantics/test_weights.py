@@ -85,7 +85,7 @@ def title(value):
 
 @every_backend
 @parametrize(
-    "features, mean, dtype", thinned(ALONE + TOGETHER, MEANS, DECLARED), ids=title, fast=41
+    "features, mean, dtype", thinned(ALONE + TOGETHER, MEANS, DECLARED), ids=title, fast=31
 )
 def test_weights(name, features, mean, dtype):
     average = mean == "mean"

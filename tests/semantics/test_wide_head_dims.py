@@ -52,7 +52,7 @@ def test_every_odd_head_dim(name, first, dtype):
 
 
 @every_wide_backend
-@parametrize("features, dtype", in_turn([PLAIN, *SINGLES], DECLARED), ids=name_of, fast=6)
+@parametrize("features, dtype", in_turn([PLAIN, *SINGLES], DECLARED), ids=name_of, fast=9)
 def test_features(name, features, dtype):
     run_all(name, [build(LATENT, features, DTYPES[dtype])])
 
@@ -67,7 +67,7 @@ def test_few_rows(name, dims, dtype):
 
 
 @every_wide_backend
-@parametrize("dtype", DECLARED, fast=2)
+@parametrize("dtype", DECLARED, fast=3)
 def test_packed_and_in_pages(name, dtype):
     features = (FEATURE["gqa"], FEATURE["bottom_right"])
     sizes = ((5, 37), (40, 130), (1, 3))

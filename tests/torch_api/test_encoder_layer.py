@@ -14,7 +14,6 @@ from torch.nn.utils import parametrizations
 import fastattn
 from fastattn.dropin.encoder_layer import TransformerEncoderLayer
 from fastattn.inspection import capture
-from tests.support.marks import parametrize
 
 E, H, HIDDEN, L = 16, 4, 24, 6
 
@@ -81,7 +80,7 @@ ACTIVATIONS = {
 }
 
 
-@parametrize("options", LAYERS, ids=str, fast=179)
+@pytest.mark.parametrize("options", LAYERS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.filterwarnings("ignore:Support for mismatched")

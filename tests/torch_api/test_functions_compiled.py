@@ -106,8 +106,8 @@ OF_ONE_LENGTH |= {"attention-learned-bias"}
 
 
 @pytest.mark.slow
-@parametrize("name", CALLS, fast=2)
-@parametrize("dynamic", [None, True], ids=["static", "dynamic"], fast=18)
+@parametrize("name", CALLS, fast=1)
+@parametrize("dynamic", [None, True], ids=["static", "dynamic"], fast=1)
 def test_one_graph_with_the_bits_of_eager_code(name, dynamic):
     call = CALLS[name]
     torch._dynamo.reset()

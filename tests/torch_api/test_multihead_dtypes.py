@@ -79,8 +79,8 @@ def compare(theirs, ours, inputs, mode, **masks):
     return True
 
 
-@parametrize("mode", MODES, fast=26)
-@pytest.mark.parametrize("names", PARAMETERS)
+@pytest.mark.parametrize("mode", MODES)
+@parametrize("names", PARAMETERS, fast=5)
 def test_a_parameter_of_another_dtype(names, mode):
     computed = set()
     for (dtype, other), first in itertools.product(MODULES, (True, False)):

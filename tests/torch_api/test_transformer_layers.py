@@ -51,7 +51,7 @@ MASKS = {
 }
 
 
-@parametrize("options", LAYER_OPTIONS, ids=str, fast=88)
+@parametrize("options", LAYER_OPTIONS, ids=str, fast=7)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("masks", MASKS)
 def test_encoder_gives_torchs_results(masks, train, options, monkeypatch):
