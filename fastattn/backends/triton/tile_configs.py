@@ -1,7 +1,7 @@
 """Tables of tiles for the Triton kernels. Each tile compiled with few spilled registers.
 
-`make aot` compiles every row, and bench/results/local/aot-triton-*.txt has the results. If two tiles fit
-in registers, the table has the larger one: it reads keys and values less often.
+`make aot` compiles every row; bench/results/local/aot-triton-*.txt has the results. If two tiles
+fit in registers, the table has the larger one: it reads keys and values less often.
 """
 
 from __future__ import annotations
