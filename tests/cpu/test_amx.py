@@ -2,16 +2,14 @@
 
 import ctypes
 import itertools
-import shutil
 
 import numpy as np
 import pytest
 
 from fastattn.backends.native import libraries
 from tests.gpu_emulation.emulator import ROOT
-from tests.mutation.test_cpu_mutants import AMX_FLAGS, edits, run
 from tests.support.backends import INTERPRETED
-from tests.support.marks import parametrize
+from tests.support.kernel_builds import AMX_FLAGS, run
 
 TILED = (
     [] if libraries.cpu_unavailable() else [x for x in libraries.cpu_isas() if x.startswith("amx_")]
@@ -132,79 +130,3 @@ def test_tiles_are_illegal_outside_a_use(tiles):
 def test_a_refusal_has_a_reason(tiles):
     tiles.refused.restype = ctypes.c_char_p
     assert bool(tiles.refused()) != bool(tiles.legal() >> 5 & 1)
-
-
-# Mutants: each removes one rule of the model.
-MUTANTS = r"""
-subnormal operands are numbers
--mine = 0x9fc0
-+mine = 0x9f80
-subnormal results stay
--mine = 0x9fc0
-+mine = 0x1fc0
-rounding toward zero
--mine = 0x9fc0
-+mine = 0xffc0
-rounding as the process has it
--mine = 0x9fc0
-+mine = found_ | 0x8040
-one chain
--      odd = _mm512_fmadd_ps(
-+      even = _mm512_fmadd_ps(
-the chains begin with C
--even = _mm512_setzero_ps(), odd = even
-+even = _mm512_load_ps(c[m]), odd = _mm512_setzero_ps()
-C and even first
--_mm512_load_ps(c[m]), _mm512_add_ps(even, odd))
-+odd, _mm512_add_ps(_mm512_load_ps(c[m]), even))
-C and odd first
--_mm512_load_ps(c[m]), _mm512_add_ps(even, odd))
-+even, _mm512_add_ps(_mm512_load_ps(c[m]), odd))
-from the last pair to the first
--int(a[m][k])), y = _mm512_load_si512(b[k])
-+int(a[m][15 - k])), y = _mm512_load_si512(b[15 - k])
-the last pair forgotten
--k = 0; k < 16; ++k) {
--      const __m512i
-+k = 0; k < 15; ++k) {
-+      const __m512i
-products rounded before they are added
--_mm512_fmadd_ps((__m512)_mm512_slli_epi32(x, 16), (__m512)_mm512_slli_epi32(y, 16), even);
-+even + (__m512)_mm512_slli_epi32(x, 16) * (__m512)_mm512_slli_epi32(y, 16);
-NaN of B before A
--  if (is_nan(a)) return quiet(a);
--  if (is_nan(b)) return quiet(b);
-+  if (is_nan(b)) return quiet(b);
-+  if (is_nan(a)) return quiet(a);
-NaN of the sum before A
--  if (is_nan(a)) return quiet(a);
-+  if (is_nan(sum)) return quiet(sum);
-+  if (is_nan(a)) return quiet(a);
-NaN of the chains before C
--  if (is_nan(x)) return quiet(x);
--  if (is_nan(y)) return quiet(y);
-+  if (is_nan(y)) return quiet(y);
-+  if (is_nan(x)) return quiet(x);
-another NaN is made
--kMadeNan = 0xffc00000
-+kMadeNan = 0x7fc00000
-NaN not quieted
--return x | 0x00400000;
-+return x;
-"""
-
-
-MUTANT = edits(MUTANTS)
-
-
-@parametrize("what", MUTANT, fast=1)
-def test_a_changed_rule_of_the_model_is_detected(what, tmp_path):
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("cuda"))
-    header = tmp_path / "csrc" / "cpu" / "amx" / "amx_model.h"
-    text, (old, new) = header.read_text(), MUTANT[what]
-    assert text.count(old) == 1
-    header.write_text(text.replace(old, new))
-    mutant = harness(tmp_path / "csrc", tmp_path)
-    expected = products(mutant, plain=True)
-    found = [products(mutant, mxcsr=x) for x in (DEFAULT, TRUNCATING)]
-    assert not all(np.array_equal(x, expected) for x in found)

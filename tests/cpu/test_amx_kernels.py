@@ -13,11 +13,11 @@ import fastattn
 from fastattn.backends.native import libraries
 from tests.cpu.test_amx import TILED, every_tiled, needs_chip, needs_tiles
 from tests.gpu_emulation.emulator import ROOT
-from tests.mutation.test_cpu_mutants import ON_THE_MODEL, edits, run
-from tests.mutation.test_cpu_mutants import build as build_kernels
 from tests.support.backends import INTERPRETED, passed, variant
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import Verdict
+from tests.support.kernel_builds import ON_THE_MODEL, run
+from tests.support.kernel_builds import build as build_kernels
 from tests.support.marks import parametrize
 
 pytestmark = [
@@ -151,13 +151,13 @@ def test_subnormal_values_count_as_zero(isa, m):
         assert out.any() == kept
 
 
-def in_assembly(folder, flags=(), old="", new=""):
-    """(the kernels with an edit of amx.h, a library that emulates their instructions)"""
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory):
+    """(the kernels with the compiler flags of the real library, a library that emulates their
+    instructions)"""
+    folder = tmp_path_factory.mktemp("chip")
     shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("cuda"))
-    header = folder / "csrc" / "cpu" / "amx" / "amx.h"
-    assert not old or header.read_text().count(old) == 1
-    header.write_text(header.read_text().replace(old, new, 1))
-    flags = [*ON_THE_MODEL[:-1], *flags]
+    flags = [*ON_THE_MODEL[:-1], "-O3", "-mprefer-vector-width=512"]
     library = libraries.CpuLibrary(build_kernels(folder / "csrc", folder, *flags))
     target = folder / "trap.so"
     flags = ["-std=gnu++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-mfma"]
@@ -165,12 +165,6 @@ def in_assembly(folder, flags=(), old="", new=""):
     trap = ctypes.CDLL(str(target))
     trap.end.restype = ctypes.c_int64
     return library, trap
-
-
-@pytest.fixture(scope="module")
-def trapped(tmp_path_factory):
-    """The unchanged kernels, with the compiler flags of the real library."""
-    return in_assembly(tmp_path_factory.mktemp("chip"), ["-O3", "-mprefer-vector-width=512"])
 
 
 def of_both(library, trap, monkeypatch, problem):
@@ -201,33 +195,6 @@ def test_the_assembly_gives_the_bits_of_the_model(trapped, monkeypatch, m, featu
     assert executed == 0 if "amx_bf16" in TILED else executed > 100
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-
-
-ASSEMBLY_MUTANTS = edits(r"""
-the operands of a product change places
--%%tmm%c2, %%tmm%c1, %%tmm%c0
-+%%tmm%c1, %%tmm%c2, %%tmm%c0
-the rows of a tile lie one after another
--"i"(T), "r"(from), "r"(stride)
-+"i"(T), "r"(from), "r"(int64_t(64))
-a tile is stored where another should be
--tilestored %%tmm%c0,
-+tilestored %%tmm0,
-tiles left configured
--      release();
-+      ;
-""")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("amx_bf16" in TILED, reason="the chip does not tell what it was left with")
-@pytest.mark.parametrize("what", ASSEMBLY_MUTANTS)
-def test_a_fault_in_the_assembly_is_detected(what, tmp_path, monkeypatch):
-    library, trap = in_assembly(tmp_path, (), *ASSEMBLY_MUTANTS[what])
-    problem = build(Dims(1, 1, 1, 40, 99, 64, 40), (), torch.bfloat16)
-    expected, found, executed = of_both(library, trap, monkeypatch, problem)
-    same = all(torch.equal(found[name], value) for name, value in expected.items())
-    assert executed < 0 or not same
 
 
 BESIDE_TORCH = """

@@ -16,13 +16,13 @@ import torch
 from fastattn.backends import base
 from fastattn.backends.native import libraries
 from tests.gpu_emulation.emulator import compiler
-from tests.mutation.test_cpu_mutants import ONLY_FLOAT32
 from tests.sanitize_cpu import __main__ as command
 from tests.sanitize_cpu import builds, calls, guards, watch
 from tests.sanitize_cpu.parts import PARTS
 from tests.support import build_lock
 from tests.support.backends import not_interpreted
 from tests.support.checkout import ROOT
+from tests.support.kernel_builds import ONLY_FLOAT32
 from tests.support.marks import parametrize
 
 pytestmark = not_interpreted

@@ -145,10 +145,10 @@ class Findings:
 
 class Emulator:
     """A library of kernels, compiled with `flags`: sources, or tuples of a source and flags of its
-    own. `parts` replaces sources of the emulator."""
+    own."""
 
-    def __init__(self, *kernels, flags=(), parts=None):
-        own = [(parts or {}).get(x, EMULATOR / f"{x}.cpp") for x in PARTS]
+    def __init__(self, *kernels, flags=()):
+        own = [EMULATOR / f"{x}.cpp" for x in PARTS]
         flagged = [(x, *KERNEL_FLAGS, *flags, *more) for x, *more in map(sequence, kernels)]
         # Two at a time: another worker waits for the same files. Kernels take longest. The linker
         # takes the first of equal functions, which must not be one with the checker's hooks.
@@ -182,16 +182,6 @@ class Emulator:
         banks = {what: (int(turns), int(conflicts)) for what, turns, conflicts in lines}
         multiplies = self.library.emu_multiplies()
         return code, Findings(count, first, tuple(sites.splitlines()), multiplies, banks)
-
-
-def altered(part, old, new, folder):
-    """`parts` for an emulator with `old`, which occurs once in `part`, replaced by `new`."""
-    source = EMULATOR / f"{part}.cpp"
-    text = source.read_text()
-    assert text.count(old) == 1, f"{source.name} has {text.count(old)} times: {old}"
-    changed = folder / source.name
-    changed.write_text(text.replace(old, new))
-    return {part: changed}
 
 
 def pointer(array):

@@ -1,16 +1,23 @@
 """Decoding from int8 with queries of 16 bits, where kernels multiply integers: scores and outputs
 are off by what the rounding to them allows, and rows that have none are multiplied as floats."""
 
+import shutil
+
 import pytest
 import torch
 
+from fastattn.backends.native import libraries
 from fastattn.call.spec import Feature
+from tests.semantics.test_int4 import kept as in_four_bits
 from tests.semantics.test_int4 import with_a_large_column
 from tests.semantics.test_packed import batch
 from tests.semantics.test_paged import in_pages
 from tests.semantics.test_storage import exact, kept, run, score_error
+from tests.support import kernel_builds
 from tests.support.backends import declares, of_cpu_blocks, variant, variants
 from tests.support.cases import FEATURE, PLAIN
+from tests.support.checkout import ROOT
+from tests.support.kernel_builds import AMX_FLAGS as AVX512
 from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), of_cpu_blocks]
@@ -150,3 +157,25 @@ def test_a_head_alone_has_the_bits_that_it_has_among_others(name, dtype):
                 alone = run(made.given | dict(q=q[:, h : h + 1]), name)
                 for x, y in zip(among, alone, strict=True):
                     assert torch.equal(x[:, h : h + 1], y), (isa, h)
+
+
+VNNI = '__builtin_cpu_supports("avx512vnni")'
+
+
+@pytest.mark.slow  # it compiles kernels
+def test_vnni_changes_no_bits(monkeypatch, tmp_path):
+    """It adds products to a sum, which takes two instructions without it."""
+    if "avx512" not in libraries.cpu_isas():
+        pytest.skip("needs AVX-512")
+    made = batch((FEATURE["mqa"],), torch.bfloat16, ((1, 205), (4, 38), (1, 17)), 96)
+    stored, results = (kept(made, torch.int8)[0], in_four_bits(made)[0]), {}
+    for way in (VNNI, "false"):
+        sources = tmp_path / str(len(results)) / "csrc"
+        shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
+        header = sources / "cpu" / "forward" / "integers.h"
+        assert VNNI in header.read_text()
+        header.write_text(header.read_text().replace(VNNI, way))
+        library = libraries.CpuLibrary(kernel_builds.build(sources, sources.parent, *AVX512))
+        monkeypatch.setattr(libraries, "cpu", lambda: library)  # noqa: B023  used at once
+        results[way] = [x for given in stored for x in run(given, "cpu")]
+    assert all(map(torch.equal, *results.values()))

@@ -2,7 +2,7 @@
 
 `problems(name)` returns the problems of a slice. Features can follow the names of some slices,
 joined by "+": "decode+alibi". Any other name is the features of a generated case, joined by "+", or
-"plain" for none. Seeded faults name the slice that detects each (test_cpu_mutants.py).
+"plain" for none.
 
 The CPU's kernels take 128 keys at a time, a block (kTileKeys); in decoding, a task has a chunk of
 512 keys (kChunkKeys in decode.h). `negative_logits` puts every logit near -32: a hidden key that

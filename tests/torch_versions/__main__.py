@@ -30,14 +30,8 @@ from tests.torch_versions.environment import ROOT, Environment, NotServed, OfTra
 
 RESULTS = Path(__file__).with_name("results.json")  # of all runs; results.md is made from it
 # Tests of the checkout itself, or of tools that these environments do not have.
-LEFT_OUT = (
-    "tests/package",
-    "tests/cuda",
-    "tests/gpu_emulation",
-    "tests/mutation",
-    "tests/sanitize_cpu",
-)
-LEFT_OUT += ("tests/bench", "tests/gpu", "tests/distributed")
+LEFT_OUT = ("tests/package", "tests/cuda", "tests/gpu_emulation", "tests/mutants")
+LEFT_OUT += ("tests/sanitize_cpu", "tests/bench", "tests/gpu", "tests/distributed")
 # Tests of models of transformers: their outputs, gradients and tokens are those of eager attention.
 OF_MODELS = ("test_integration_transformers*", "test_transformers_*", "test_latent_models*")
 OF_MODELS += ("test_flex_transformers*", "test_flash_attn_models*", "test_flash_attn_install*")

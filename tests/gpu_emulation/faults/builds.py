@@ -63,7 +63,7 @@ def tree(dim, fault=None):
     files += [SOURCES / f"cuda/{x}.cu" for x in (*UNITS, *HOPPER_UNITS)]
     texts = {str(x.relative_to(SOURCES)): x.read_text() for x in sorted(files)}
     for change in filter(None, (few_instances(dim), few_hopper_instances(), fault)):
-        for where in {x.where for x in change.edits if x.of == "sources"}:
+        for where in {x.where for x in change.edits}:
             texts[where] = table.applied(change, where, texts[where])
     folder = FOLDER / build_lock.digest(texts)
     with build_lock.alone(f"faults-{folder.name}"):

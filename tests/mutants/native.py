@@ -1,0 +1,85 @@
+"""The CPU's kernels with a fault: what includes the altered file is compiled again, at -O1."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ISAS = "native,amx_model"  # those of `make test`
+QUICK = ["-O1", "-w", "-MD"]
+
+
+class NotBuilt(Exception):
+    """The compiler refuses the sources."""
+
+
+class Kernels:
+    """The library of the sources in `csrc`, built in a folder."""
+
+    def __init__(self, csrc, build):
+        self.build = build
+        build.mkdir(parents=True, exist_ok=True)
+        tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        given = dict(PATH=tools, FASTATTN_ISAS=ISAS, FASTATTN_CUDA="off", FASTATTN_EXTENSION="off")
+        run(
+            ["cmake", "-GNinja", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", "-B", ".", csrc],
+            self.build,
+            **given,
+        )
+        commands = json.loads((self.build / "compile_commands.json").read_text())
+        self.objects = {}  # by the object's name: its command
+        for x in commands:
+            command = x["command"].split()
+            self.objects[command[command.index("-o") + 1]] = [*command, *QUICK]
+        self.clean, self.includes = self.build / "clean.so", {}
+        for name, command in self.objects.items():
+            (self.build / name).parent.mkdir(parents=True, exist_ok=True)
+            run(command, self.build)
+            text = (self.build / name).with_suffix(".d").read_text().replace("\\\n", " ")
+            self.includes[name] = {str(Path(self.build, x).resolve()) for x in text.split()[1:]}
+        self.link(self.clean, {})
+
+    def altered(self, path):
+        """The library with this file as it is now, or None if no object differs. Faults of AMX's
+        tiles are in their model, others in the best set of this machine and in generic."""
+        objects = self.compiled(path.resolve(), "amx" in path.name)
+        if not objects:
+            return None
+        self.link(self.build / "fault.so", objects)
+        return self.build / "fault.so"
+
+    def compiled(self, path, on_tiles):
+        """{object: the file of the one that differs}"""
+        suited = [x for x in self.objects if ("amx_model" in x) == on_tiles or "runtime" in x]
+        suited.sort(key=lambda x: "generic" in x)  # which differs only where others do
+        altered = {}
+        for name in suited:
+            if str(path) not in self.includes[name] or ("generic" in name and not altered):
+                continue
+            target = self.build / "altered" / name.replace("/", "-")
+            target.parent.mkdir(exist_ok=True)
+            command = [str(target) if x == name else x for x in self.objects[name]]
+            run(command, self.build)
+            if target.read_bytes() != (self.build / name).read_bytes():
+                altered[name] = target
+        return altered
+
+    def link(self, target, altered):
+        target.unlink(missing_ok=True)  # a library that is loaded is not written to
+        compiler = next(iter(self.objects.values()))[0]
+        objects = [altered.get(x, x) for x in self.objects if "crossing" not in x]
+        run([compiler, "-shared", "-fopenmp", "-o", target, *objects], self.build)
+
+
+def run(command, folder, **environment):
+    done = subprocess.run(
+        [str(x) for x in command],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise NotBuilt(re.sub(r"\s+", " ", done.stderr[-400:]))
