@@ -137,7 +137,7 @@ hub: setup
 sanitize: setup
 	@$(PYTHON) -c 'import fastattn, sys; sys.exit(fastattn.available_backends()["cuda"])'
 	@for tool in memcheck initcheck synccheck racecheck; do echo "== $$tool"; \
-		PATH="$$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1 FASTATTN_SM90=unchecked \
+		PATH="$$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 		compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$(PYTHON) -m pytest -m gpu -k "test_features and cuda" tests/gpu/test_gpu.py $(ARGS) || exit 1; \
 	done

@@ -10,7 +10,7 @@ VALUES = {  # the first is as without the variable
     "FASTATTN_CHECK": ("0", "1"),
     "FASTATTN_AUTOTUNE": ("0", "1"),
     "FASTATTN_FLOAT32": ("tiles", "vector"),
-    "FASTATTN_SM90": ("checked", "unchecked", "off"),
+    "FASTATTN_SM90": ("on", "off"),
     "FASTATTN_EXTENSION": ("auto", "on", "off"),
 }
 

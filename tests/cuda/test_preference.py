@@ -11,7 +11,7 @@ import fastattn
 from bench.report import results
 from fastattn import __main__
 from fastattn.backends import base, preference
-from fastattn.backends.native import cuda, libraries, sm90_check
+from fastattn.backends.native import cuda, libraries
 from fastattn.backends.native.imagined import imagined
 from fastattn.backends.preference import RULES, Rule
 from fastattn.backends.shared import gpu
@@ -53,7 +53,6 @@ def two_gpus(monkeypatch):
         (cuda.Cuda, "unavailable", lambda self: None),
         (libraries, "cuda", lambda: library),
         (libraries, "cuda_unavailable", lambda: None),
-        (sm90_check, "why_declined", lambda library, device: ""),
         (preference, "RULES", [RULE]),
         (base, "RULES", [RULE]),
         (__main__, "RULES", [RULE]),
@@ -131,10 +130,10 @@ def test_without_the_other_backend_nothing_changes(monkeypatch):
     assert chosen(CALL) == chosen(CALL, AMPERE) == "cuda"
 
 
-def test_a_device_that_failed_the_check_keeps_the_general_order(monkeypatch):
+def test_without_the_kernels_of_sm_90_the_general_order_stays(monkeypatch):
     """explain says why."""
-    why = "the self-check of sm_90 instructions failed: bulk load: the bytes never arrived"
-    monkeypatch.setattr(sm90_check, "why_declined", lambda library, device: why)
+    why = "FASTATTN_SM90 is off"
+    monkeypatch.setenv("FASTATTN_SM90", "off")
     assert chosen(CALL) == "triton"
     found = base.get("cuda").kernels(CALL, HOPPER)
     assert found == dict.fromkeys(("forward", "backward"), f"sm_80: {why}")

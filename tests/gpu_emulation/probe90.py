@@ -1,9 +1,9 @@
-"""The probes of sm_90a (backends/native/sm90_probe.py) on the emulator, as PTX, and on a GPU.
+"""The probes of sm_90a (instructions90.py) on the emulator, as PTX, and on a GPU.
 
 emu/probe90.json has a digest of what each must give, and the GPU that gave it:
 
     python -m tests.gpu_emulation.probe90 --confirm  # on a GPU, with the CUDA library: compare
-    python -m tests.gpu_emulation.probe90 --accept   # take the digests from sm90_probe.py
+    python -m tests.gpu_emulation.probe90 --accept   # take the digests from instructions90.py
 """
 
 import argparse
@@ -15,15 +15,14 @@ import json
 import torch
 
 from bench.static_gpu import ptxas
-from fastattn.backends.native import sm90_check, sm90_probe
-from tests.gpu_emulation import probe
+from tests.gpu_emulation import instructions90, probe
 from tests.gpu_emulation.emulator import EMULATOR, KERNELS, ROOT, Emulator
 from tests.gpu_emulation.ptx import library
 
 SOURCE = KERNELS / "sm90" / "probe.cu"
 INSTRUCTIONS = [KERNELS / "sm90" / "ptx.cuh", KERNELS / "sm90" / "tensor_map.h"]
 RECORD = EMULATOR / "probe90.json"
-CASES = {case.name: case for case in sm90_probe.cases()}
+CASES = {case.name: case for case in instructions90.cases()}
 
 
 @functools.cache
@@ -72,8 +71,8 @@ class Emulated:
 def complaint(emulated, name, limit=0):
     """What a probe does wrong there; "" for nothing."""
     case, report = CASES[name], torch.zeros(2, dtype=torch.int32)
-    ran = sm90_probe.launch(emulated, case, torch.device("cpu"), report, limit=limit)
-    return sm90_probe.complaint(emulated, case, ran, report)
+    ran = instructions90.launch(emulated.probe_sm90, case, torch.device("cpu"), report, limit=limit)
+    return instructions90.complaint(emulated, case, ran, report)
 
 
 # --- the record -----------------------------------------------------------------------------------
@@ -131,7 +130,14 @@ def on_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
     if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
         raise RuntimeError(f"got a GPU of compute capability {capability}, expected (9, 0)")
-    return sm90_check.run(libraries.cuda(), device)
+    cuda, report, found = libraries.cuda(), torch.zeros(2, dtype=torch.int32).pin_memory(), {}
+    start = cuda.entry("fa_cuda_probe_sm90", ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p)
+    for name, case in CASES.items():
+        report.zero_()
+        ran = instructions90.launch(start, case, device, report)
+        torch.cuda.synchronize(device)
+        found[name] = instructions90.complaint(cuda, case, ran, report)
+    return found
 
 
 def main(arguments=None):

@@ -1,14 +1,13 @@
-// Kernels that run the instructions of ptx.cuh in this folder, each alone: for tests, and for a check
-// before the first call that kernels of this folder serve. fastattn/backends/native/sm90_probe.py has the
-// inputs, and what must come out. Waits for mbarriers have a limit of time, so that a mistake is
-// reported, and does not hang.
+// Kernels that run the instructions of ptx.cuh in this folder, each alone, for tests.
+// tests/gpu_emulation/instructions90.py has the inputs, and what must come out. Waits for mbarriers have
+// a limit of time, so that a mistake is reported, and does not hang.
 #include "../launch.h"
 #include "probe.cuh"
 
 namespace fa {
 namespace sm90 {
 
-// What is run, numbered as in sm90_probe.py. Products: kProducts + 16 F16 + 8 registers + 2 A + B,
+// What is run, numbered as in instructions90.py. Products: kProducts + 16 F16 + 8 registers + 2 A + B,
 // where A and B are 1 if mn_major.
 enum Probe {
   kProducts = 0,

@@ -7,7 +7,7 @@
 namespace fa {
 namespace sm90 {
 
-// What a report names, numbered as in fastattn/backends/native/sm90_probe.py.
+// What a report names, numbered as in tests/gpu_emulation/instructions90.py.
 enum Step {
   kBegun = 1,
   kBytesArrive,

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.environment import setting
 from ...call.spec import AttentionSpec, Feature, Tensors
 from ..base import COMMON_FEATURES, Support, register
 from ..preference import passes_of
 from ..shared import cuda_errors, gpu
 from ..shared.value_checks import check_values
-from . import libraries, sm90_check
+from . import libraries
 from .extents import refused
 from .imagined import imagined
 from .launcher import AFTER, PLACES, Launcher, Prepared, convert
@@ -63,13 +64,11 @@ def current_stream(device: int) -> int:
 @functools.cache
 def met(device: torch.device) -> gpu.Chip:
     """What launches on a device have to know of it. The first call there warns if the driver has to
-    translate the kernels, and if a check of the device's instructions fails. Raises
-    sm90_check.NotNow, and keeps nothing then."""
+    translate the kernels."""
     if device.type == "cuda" and libraries.cuda().translates():
         warnings.warn(waiting(device), stacklevel=2)
     architecture = gpu.architecture(device)
-    has_kernels = architecture == SM_90 and not lacks_sm_90()
-    if has_kernels and sm90_check.why_declined(libraries.cuda(), device):
+    if architecture == SM_90 and setting("FASTATTN_SM90") == "off":
         architecture = SM_80
     return gpu.Chip(gpu.processors(device), architecture)
 
@@ -105,10 +104,7 @@ class Cuda(Launcher):
         return libraries.cuda()
 
     def chip(self, x: Tensor) -> gpu.Chip:
-        try:
-            return met(x.device)
-        except sm90_check.NotNow:
-            return gpu.Chip(gpu.processors(x.device), SM_80)
+        return met(x.device)
 
     def stream(self, x: Tensor) -> int:
         return current_stream(x.get_device())
@@ -126,16 +122,10 @@ class Cuda(Launcher):
                 rest = (None,) * len(AFTER[which])
                 params = pack(params, PLACES[which], (*read_in_place, *rest), 0)
             found[name] = self.library.kernels(params, which, chip).decode()
-        if "sm_90" in found.values() and (why := self._unchecked(device)):
-            found = {name: f"sm_80: {why}" if x == "sm_90" else x for name, x in found.items()}
+        if setting("FASTATTN_SM90") == "off":
+            off = "sm_80: FASTATTN_SM90 is off"
+            found = {name: off if x == "sm_90" else x for name, x in found.items()}
         return found
-
-    def _unchecked(self, device: torch.device) -> str:
-        """Why no kernel of sm_90 runs on this device, "" if some may."""
-        try:
-            return sm90_check.why_declined(self.library, device)
-        except sm90_check.NotNow as why:
-            return str(why)
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
         return self.library.workspace(params, which, *self.chip(t.q))

@@ -218,11 +218,6 @@ class CudaLibrary(Library):
         self.error = self.entry("fa_cuda_error", text, integer)
         self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
 
-    def probe_sm90(self, probe: bytes, stream: int) -> int:
-        """Start one of the probes of sm90_probe.py."""
-        entry = self.entry("fa_cuda_probe_sm90", ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p)
-        return entry(probe, stream)
-
 
 Loaded = TypeVar("Loaded", bound=Library)
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")

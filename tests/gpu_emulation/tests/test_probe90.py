@@ -1,13 +1,13 @@
 """Probes of sm_90a: the emulator gives what instructions must give, from source and from PTX. So
-must a GPU, or the kernels of sm_90 do not run there. A mistake is named, and does not hang."""
+must a GPU. A mistake is named, and does not hang."""
 
 import re
 
 import pytest
 import torch
 
-from fastattn.backends.native import libraries, sm90_probe
-from tests.gpu_emulation import probe90
+from fastattn.backends.native import libraries
+from tests.gpu_emulation import instructions90, probe90
 from tests.gpu_emulation.emulator import IN_ORDER, RANDOM, needs_emulator
 from tests.gpu_emulation.ptx import ours
 from tests.gpu_emulation.ptx.library import Executor
@@ -103,7 +103,7 @@ WRONG_VALUES = {
 def test_what_never_happens_is_named(name):
     site, what = HANGS[name]
     emulated = probe90.Emulated(disabled=site)
-    assert probe90.complaint(emulated, name, limit=sm90_probe.SHORT) == f"{name}: {what}"
+    assert probe90.complaint(emulated, name, limit=instructions90.SHORT) == f"{name}: {what}"
 
 
 @needs_emulator
@@ -153,5 +153,5 @@ def test_faults_of_compiled_probes_are_noticed(fault):
     assert count
     executor = Executor(probe90.emulator())
     executor.add(changed, {mangled: mangled})
-    found = probe90.complaint(probe90.Emulated(executor), name, limit=sm90_probe.SHORT)
+    found = probe90.complaint(probe90.Emulated(executor), name, limit=instructions90.SHORT)
     assert found.startswith(f"{name}: ") and said in found, found

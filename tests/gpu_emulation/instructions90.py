@@ -4,13 +4,13 @@ inputs of each, and what must come out."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import libraries
+from fastattn.backends.native import libraries
 
 NANOSECONDS = 200_000_000  # that a kernel waits for an mbarrier
 SHORT = 1_000_000  # the same, where it waits in vain
@@ -198,14 +198,15 @@ class Ran(NamedTuple):
 
 
 def launch(
-    library: Any,
+    start: Callable[[bytes, int], int],
     case: Case,
     device: torch.device,
     report: Tensor,
     stream: int = 0,
     limit: int = 0,
 ) -> Ran:
-    """Start a probe. `report` has two words that the device can write and the host can read."""
+    """Start a probe by `start`, the entry `fa_cuda_probe_sm90`. `report` has two words that the
+    device can write and the host can read."""
     limit = limit or (SHORT if case.what == NOTHING_ARRIVES else NANOSECONDS)
     a, b, out = (None if x is None else x.clone().to(device) for x in (case.a, case.b, case.out))
     tile = case.tile
@@ -216,7 +217,7 @@ def launch(
         tensor = (memory.data_ptr(), *tile.strides, dtype, *tile.sizes, *tile.at)
     pointers = (x.data_ptr() if x is not None else 0 for x in (a, b, out, report))
     given = PROBE.pack(case.what, limit, *pointers, *tensor)
-    code = library.probe_sm90(given, stream)
+    code = start(given, stream)
     result = out if case.what != STORE_BOX else memory
     return Ran(
         code, report if result is None else result, tuple(x for x in (a, b) if x is not None)
