@@ -22,11 +22,9 @@ from torch.autograd import forward_ad
 from ..backends.native.marshalling import Kind, kind
 from ..call.spec import Options, Tangents, Tensors, changed
 from . import functorch, run_pass
-from .forward_arguments import flat
 from .legacy_vmap import is_batched_by_autograd
-from .operation import ATTENTION, Operation, plan, run_backward, spread
-from .profiler_events import recorded, recording
-from .run_pass import as_tuple, call_via_operator, dispatch_mode_active
+from .operation import ATTENTION, BACKWARD, FORWARD, JVP, Operation, plan, spread
+from .run_pass import arguments, as_tuple, dispatch_mode_active
 
 _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
@@ -47,21 +45,23 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
     if _is_compiling():
         if name := _handled(t):
             return HANDLERS[name](op, t, o)
-        return as_tuple(op.operator()(*flat(t, o)))
+        return as_tuple(op.operator()(*arguments(FORWARD, t, o)))
     if _transforms() or (forward_ad._current_level >= 0 and run_pass.has_tangents(t)):
-        return functorch.Attention.apply(op, changed(o, grad=True), *t)
+        return tuple(functorch.run(FORWARD, op, t, changed(o, grad=True)))
     kind_of_tensors = None if dispatch_mode_active() else kind(t)
     if kind_of_tensors is None:
-        return HANDLERS.get(_handled(t), call_via_operator)(op, t, o)
+        return HANDLERS.get(_handled(t), _via_operator)(op, t, o)
     planned = plan(t, o, kind_of_tensors)
-    spec, backend = planned
     if not o.grad:
-        if recording():
-            return recorded(op, "", op.forward, (backend, spec, t), flat(t, o))
-        return op.forward(backend, spec, t)
+        return run_pass.directly(FORWARD, op, planned, t, o)
     # Only up to the last tensor that is given: autograd takes time for each argument, even None.
     differentiable = _attention if op is ATTENTION else _weights
+    spec, _ = planned
     return differentiable((op, o, t, kind_of_tensors, planned), *t[: spec.fields_to_last_given])
+
+
+def _via_operator(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    return run_pass.via_operator(FORWARD, op, t, o)
 
 
 def _handled(tensors: Sequence[Tensor | None]) -> str:
@@ -90,9 +90,10 @@ def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
     o = changed(o, grad=True)
     if _is_compiling():
         return tuple(ATTENTION.operator("_jvp")(*tangents, None, None, *t, *o))
+    groups = tangents, (None, None)
     if dispatch_mode_active() and not _transforms() and forward_ad._current_level < 0:
-        return tuple(run_pass.jvp(ATTENTION, t, o, tangents, (None, None)))
-    return functorch.AttentionJvp.apply(ATTENTION, o, *t, *tangents, None, None)
+        return tuple(run_pass.run(JVP, ATTENTION, t, o, groups))
+    return tuple(functorch.run(JVP, ATTENTION, t, o, groups))
 
 
 class Attention(torch.autograd.Function):
@@ -103,11 +104,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *tensors):
         op, o, t, kind_of_tensors, planned = call
-        spec, backend = planned
-        if recording():
-            outs = recorded(op, "", op.forward, (backend, spec, t), flat(t, o))
-        else:
-            outs = op.forward(backend, spec, t)
+        outs = run_pass.directly(FORWARD, op, planned, t, o)
         ctx.save_for_backward(*tensors, *outs)
         ctx.call = op, o, len(tensors), kind_of_tensors, planned
         ctx.set_materialize_grads(False)
@@ -119,23 +116,18 @@ class Attention(torch.autograd.Function):
         tensors = ctx.saved_tensors  # once, because each access unpacks them all (checkpoints)
         t, outs = Tensors(*tensors[:n]), tensors[n:]
         needs_grad = op.needs_grad(ctx.needs_input_grad[1:])
+        given = BACKWARD, op, t, o, (grads, outs), needs_grad
         if _is_traced():  # by compiled autograd
-            input_grads = run_pass.backward(op, t, o, outs, grads, needs_grad)
+            input_grads = run_pass.run(*given)
         # With create_graph=True these may be differentiated again; torch.func may batch the grads.
         elif torch.is_grad_enabled() or _transforms() or forward_ad._current_level >= 0:
             input_grads = functorch.backward(op, o, needs_grad, grads, outs, t)
         elif not dispatch_mode_active() and _begins_with(kind((*t, *outs, *grads)), saved_kind):
-            if recording():
-                given, arguments = (op, planned, t, outs, grads, needs_grad), (grads, outs, t, o)
-                input_grads = recorded(
-                    op, "_backward", run_backward, given, *arguments, [list(needs_grad)]
-                )
-            else:
-                input_grads = run_backward(op, planned, t, outs, grads, needs_grad)
+            input_grads = run_pass.directly(BACKWARD, op, planned, t, o, (grads, outs), needs_grad)
         elif any(map(is_batched_by_autograd, grads)):
             input_grads = functorch.backward(op, o, needs_grad, grads, outs, t)
         else:  # hooks on saved tensors may return other tensors
-            input_grads = run_pass.backward(op, t, o, outs, grads, needs_grad)
+            input_grads = run_pass.run(*given)
         return None, *spread(input_grads, needs_grad, n)
 
 

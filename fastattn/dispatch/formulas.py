@@ -13,34 +13,119 @@ the total derivatives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call.spec import DIFFERENTIABLE, Options, Tangents, Tensors
-from .operation import Operation
+from .legacy_vmap import unbatched
+from .operation import BACKWARD, FORWARD, JVP, SECOND, Group, Operation, Pass, need_tangents, spread
 
 Grads = Sequence[Tensor | None]
-NeedsGrad = Sequence[str]
+# Runs a pass in a form that can be differentiated again, as a Function or as an operator:
+# (which, op, o, t, groups, needs_grad), the arguments of `run_pass.run`.
+Run = Callable[..., Sequence[Tensor]]
+
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
-class Passes(NamedTuple):
-    """The passes in a form that can be differentiated again: as Functions or as operators."""
+@dataclass(frozen=True, eq=False)  # no tuple: torch.func takes those apart
+class PassCall:
+    """What a pass is called with, beside tensors."""
 
-    forward: Callable[..., Sequence[Tensor]]  # op, o, t
-    backward: Callable[..., Sequence[Tensor]]  # op, o, wants, grads, outs, t
-    jvp: Callable[..., Sequence[Tensor]]  # op, o, t, tangents, outs
-    second: Callable[..., Sequence[Tensor]]  # op, o, wants, t, tangents, outs, grads
-
-
-class PassCall(NamedTuple):
-    """The call that a pass belongs to: its operation, options, tensors and results."""
-
+    which: Pass
     op: Operation
     o: Options
-    t: Tensors
-    outs: Sequence[Tensor]  # out, normaliser; for `jvp` and `second` also their tangents
+    needs_grad: Sequence[str] = ()
+
+    def split(self, of: Sequence[Any]) -> tuple[list[Group], Group]:
+        return self.which.split(self.op, of)
+
+
+def derivative(
+    run: Run,
+    call: PassCall,
+    tensors: Grads,
+    results: Sequence[Tensor],
+    moves: Grads,
+    needed: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """The gradients for the tensors of a pass, in their order. They may be batched by autograd.
+
+    results: those of the pass, for `FORWARD` and `JVP`.
+    moves: the gradient for each result.
+    needed: whether a gradient is asked for, for each of the tensors.
+    """
+    groups, t = call.split(tensors)
+    needed_in_groups, needed_t = call.split(needed)
+    formula = _FORMULAS[call.which.suffix]
+    given = run, call, groups, Tensors(*t), results
+    needs = needed_in_groups, call.op.needs_grad(needed_t[: len(t)])
+    return unbatched(lambda *moves: formula(*given, moves, *needs), moves)
+
+
+def _of_forward(run, call, groups, t, outs, moves, needed, needs_grad) -> list[Tensor | None]:
+    return spread(run(BACKWARD, call.op, t, call.o, (moves, outs), needs_grad), needs_grad)
+
+
+def _of_backward(run, call, groups, t, results, moves, needed, needs_grad) -> list[Tensor | None]:
+    """Its incoming gradients count as tensors, its results as constants."""
+    op, o = call.op, call.o
+    need_tangents(op)
+    grads, outs = groups
+    u = tangents(moves, call.needs_grad)
+    out_t, lse_t = run(JVP, op, t, o, (u, outs))
+    incoming = _needed((out_t, normaliser_of(lse_t)), needed[0])
+    found: Sequence[Tensor] = ()
+    if needs_grad:
+        every = grads[0], lse_of(grads[1]), None, None
+        found = run(SECOND, op, t, o, (u, (*outs, out_t, lse_t), every), needs_grad)
+    return [*incoming, *_constant(outs, needed[1]), *spread(found, needs_grad)]
+
+
+def _of_jvp(run, call, groups, t, results, moves, needed, needs_grad) -> list[Tensor | None]:
+    op, o = call.op, call.o
+    u, known = groups
+    outs = (*known, *results)[-4:]  # out and normaliser are given, or results
+    of_u, needs_grad_u = (), names(needed[0])
+    dout, dnormaliser, g, g_lse = (*(None,) * (4 - len(moves)), *moves)
+    if g is None and g_lse is None:  # the loss does not use the tangents
+        of_u = [torch.zeros_like(x) for x, need in zip(u, needed[0]) if need]
+        incoming = dout, dnormaliser
+        found = run(BACKWARD, op, t, o, (incoming, outs[:2]), needs_grad) if needs_grad else ()
+    else:
+        every = g, g_lse, dout, lse_of(dnormaliser)
+        found = run(SECOND, op, t, o, (u, outs, every), needs_grad) if needs_grad else ()
+        incoming = g, None if g_lse is None else normaliser_of(g_lse)
+        if needs_grad_u:
+            of_u = run(BACKWARD, op, t, o, (incoming, outs[:2]), needs_grad_u)
+    moved = tangents(of_u, needs_grad_u)
+    return [*moved, *_constant(outs[:2], needed[1]), *spread(found, needs_grad)]
+
+
+def _of_second(run, call, groups, t, results, moves, needed, needs_grad) -> list[Tensor | None]:
+    """The gradients for its tangents, and for the tangents of its incoming gradients."""
+    op, o = call.op, call.o
+    _, outs, grads = groups
+    w, needs_grad_u = tangents(moves, call.needs_grad), names(needed[0])
+    out_w, lse_w = run(JVP, op, t, o, (w, outs[:2]))
+    found: Sequence[Tensor] = ()
+    if needs_grad_u:
+        every = *grads[:2], None, None
+        found = run(SECOND, op, t, o, (w, (*outs[:2], out_w, lse_w), every), needs_grad_u)
+    incoming = _needed((out_w, lse_w), needed[2][2:])
+    constant = (None,) * (len(outs) + 2)
+    return [*tangents(found, needs_grad_u), *constant, *incoming, *(None,) * len(t)]
+
+
+_FORMULAS = {
+    FORWARD.suffix: _of_forward,
+    BACKWARD.suffix: _of_backward,
+    JVP.suffix: _of_jvp,
+    SECOND.suffix: _of_second,
+}
 
 
 def names(needed: Sequence[bool]) -> tuple[str, ...]:
@@ -48,68 +133,18 @@ def names(needed: Sequence[bool]) -> tuple[str, ...]:
     return tuple(name for name, need in zip(DIFFERENTIABLE, needed) if need)
 
 
-def of_backward(
-    run: Passes, call: PassCall, grads: Grads, moves: Grads, made: NeedsGrad, needs_grad: NeedsGrad
-) -> tuple[list[Tensor], Sequence[Tensor]]:
-    """Differentiate `backward`: the gradients for its incoming gradients, and for the tensors that
-    `needs_grad` names. moves: the gradient for each result of `backward`; `made` names these."""
-    op, o, t, outs = call
-    u = tangents(moves, made)
-    out_t, lse_t = run.jvp(op, o, t, u, outs)
-    dout, dlse = grads[0], lse_of(grads[1])
-    found: Sequence[Tensor] = ()
-    if needs_grad:
-        every = dout, dlse, None, None
-        found = run.second(op, o, needs_grad, t, u, (*outs, out_t, lse_t), every)
-    return [out_t, normaliser_of(lse_t)], found
+def _needed(found: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    return [x if need else None for x, need in zip(found, needed)]
 
 
-def of_jvp(
-    run: Passes,
-    call: PassCall,
-    u: Tangents,
-    grads: Grads,
-    needs_grad: NeedsGrad,
-    needs_grad_u: NeedsGrad,
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Differentiate `jvp`: the gradients for the tensors in `needs_grad`, and for the tangents in
-    `needs_grad_u`. grads: those of out, normaliser and their tangents."""
-    op, o, t, outs = call
-    dout, dnormaliser, g, g_lse = grads
-    if g is None and g_lse is None:  # the loss does not use the tangents
-        none = [torch.zeros_like(getattr(u, name)) for name in needs_grad_u]
-        return run.backward(
-            op, o, needs_grad, (dout, dnormaliser), outs[:2], t
-        ) if needs_grad else (), none
-    every = g, g_lse, dout, lse_of(dnormaliser)
-    found = run.second(op, o, needs_grad, t, u, outs, every) if needs_grad else ()
-    incoming = g, None if g_lse is None else normaliser_of(g_lse)
-    return found, run.backward(op, o, needs_grad_u, incoming, outs[:2], t) if needs_grad_u else ()
+def _constant(tensors: Grads, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of tensors that are constants here: None, but zeros for compiled autograd: it
+    adds all gradients that it gets, and cannot add None."""
+    zeros = _is_traced()
+    return [torch.zeros_like(x) if zeros and need else None for x, need in zip(tensors, needed)]
 
 
-def of_second(
-    run: Passes,
-    call: PassCall,
-    grads: Grads,
-    moves: Grads,
-    made: NeedsGrad,
-    needs_grad_u: NeedsGrad,
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Differentiate `second`: the gradients for the tangents that `needs_grad_u` names, and for the
-    tangents of dout and dlse. moves, made: as in `of_backward`."""
-    op, o, t, outs = call
-    w = tangents(moves, made)
-    out_w, lse_w = run.jvp(op, o, t, w, outs[:2])
-    every = *grads[:2], None, None
-    found = (
-        run.second(op, o, needs_grad_u, t, w, (*outs[:2], out_w, lse_w), every)
-        if needs_grad_u
-        else ()
-    )
-    return found, (out_w, lse_w)
-
-
-def tangents(moves: Grads, made: NeedsGrad) -> Tangents:
+def tangents(moves: Grads, made: Sequence[str]) -> Tangents:
     """The gradients that arrive for gradients, as tangents of the same tensors."""
     return Tangents(**dict(zip(made, moves)))
 

@@ -1,10 +1,14 @@
 """The torch.library operators: schemas, fake kernels, autograd formulas, vmap rules, FLOP counts.
 
-Compilers see these, and nothing inside them. Schemas are generated from the lists in `spec`.
+Compilers see these, and nothing inside them. Schemas are generated from the lists in `spec`: the
+order of an operator's arguments is that of `Pass.given`, then of `Tensors` and `Options`. Saved
+programs have forward operators, so these have defaults, and an order of their own
+(`run_pass.in_saved_order`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Sequence
@@ -14,40 +18,38 @@ import torch
 from torch import Tensor
 
 from ..backends.native.marshalling import kind
-from ..call.spec import (
-    ARGUMENTS,
-    DIFFERENTIABLE,
-    DROPOUT_PERIODS,
-    INCOMING,
-    NATIVE_NAMES,
-    WITH_TANGENTS,
-    Options,
-    Tangents,
-    Tensors,
-)
-from ..call.validation import check, check_results
+from ..call.spec import ARGUMENTS, DROPOUT_PERIODS, NATIVE_NAMES, Options, Tensors
+from ..call.validation import check, check_results, need_memory
 from ..namespace import PACKAGE, add_op_namespace_prefix, operator
 from ..score_mods.unlowered import lowered_call
-from . import flops, formulas, functorch
-from .formulas import PassCall, Passes, names
-from .forward_arguments import FIELDS, LATER, flat, pair
-from .functorch import N_TANGENTS, N_TENSORS, parts
+from . import flops, formulas
+from .batches import batched
+from .formulas import PassCall
 from .operation import (
     ATTENTION,
+    BACKWARD,
+    FORWARD,
+    JVP,
+    SECOND,
     WEIGHTS,
+    Group,
     Operation,
+    Pass,
     empty_gradients,
-    need_tangents,
     plan,
-    run_backward,
-    run_forward,
-    run_jvp,
-    run_second,
-    spread,
     tangent_outputs,
 )
-from .run_pass import as_tuple, drops_tangents, has_tangents, no_tangents
+from .run_pass import (
+    arguments,
+    as_tuple,
+    drops_tangents,
+    from_saved_order,
+    has_tangents,
+    in_saved_order,
+    no_tangents,
+)
 
+N_TENSORS = len(Tensors._fields)
 N_SCALARS = len(Options._fields)
 _TYPES = {
     str: "str",
@@ -67,65 +69,76 @@ TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 library: torch.library.Library = torch.library.Library(PACKAGE, "DEF")
 
 
-def inputs_schema() -> str:
+_DEFAULTS = {**Tensors._field_defaults, **Options._field_defaults}
+_NAMES = (*Tensors._fields, *Options._fields)
+
+
+def _inputs(defaults: bool) -> list[str]:
     """The arguments for `Tensors`, then `Options`."""
     types = {name: f"Tensor{'?' if a.optional else ''}" for name, a in ARGUMENTS.items()}
     types |= {name: _TYPES[hint] for name, hint in get_type_hints(Options).items()} | _SYMBOLS
-    return ", ".join(f"{kind} {NATIVE_NAMES.get(name, name)}" for name, kind in types.items())
+    found = [f"{kind} {NATIVE_NAMES.get(name, name)}" for name, kind in types.items()]
+    if defaults:
+        for at, name in enumerate(_NAMES):
+            if name in _DEFAULTS:
+                found[at] += f"={_shown(_DEFAULTS[name])}"
+    return found
 
 
-def forward_schema() -> str:
-    """The same in the order of `forward_arguments`, with defaults for later arguments."""
-    kinds = dict(zip((*ARGUMENTS, *Options._fields), inputs_schema().split(", ")))
-    defaults = {name: '""' if name == "score_mod" else "None" for name in LATER}
-    return ", ".join(
-        kinds[name] + (f"={defaults[name]}" if name in defaults else "") for name in FIELDS
-    )
+def _shown(default: Any) -> str:
+    """A default in a schema."""
+    return f'"{default}"' if isinstance(default, str) else repr(default)
 
 
-def _define(op: Operation) -> None:
-    """Register the forward and backward operators of an operation, each with fake kernel, autograd
-    formula, vmap rule and FLOP count."""
-    name, back, inputs = op.name, op.name + "_backward", inputs_schema()
+def _schema(which: Pass, op: Operation) -> str:
+    known = "Tensor?" if which is JVP else "Tensor"  # it returns out and normaliser if not given
+    given = []
+    for group, names in zip(which.given, which.names(op)):
+        for at, name in enumerate(names):
+            moved = "_t" if at >= 2 else ""  # of the second pass: tangents of results
+            if group == "tangents":
+                given.append(f"Tensor? {name}_t")
+            elif group == "grads":
+                given.append(f"Tensor? d{name}{moved}")
+            else:
+                given.append(f"Tensor {name}{moved}" if moved else f"{known} out_{name}")
+    given += in_saved_order(_inputs(True)) if which is FORWARD else _inputs(False)
+    given += ["str[] wants"] * which.chooses
     results = ", ".join(f"Tensor {x}" for x in op.results)
-    library.define(f"{name}({forward_schema()}) -> ({results})", tags=TAGS)
-    given = [f"Tensor? d{x}" for x in op.results] + [f"Tensor out_{x}" for x in op.results]
-    n = len(op.results)
-    _register(op, name, _forward_kernel, fake, _autograd, _save, _vmap, flops.forward)
-    library.define(f"{back}({', '.join(given)}, {inputs}, str[] wants) -> Tensor[]", tags=TAGS)
-    count = functools.partial(flops.backward, n)
-    _register(op, back, *BACKWARD, count)
+    return f"({', '.join(given)}) -> {f'({results})' if which is FORWARD else 'Tensor[]'}"
 
 
-def _define_tangents(op: Operation) -> None:
-    """Register the operators of the passes that take tangents. `_jvp` returns out and normaliser
-    only if they are not given."""
-    inputs, moves = inputs_schema(), ", ".join(f"Tensor? {name}_t" for name in DIFFERENTIABLE)
-    name = op.name + "_jvp"
-    given = f"{moves}, Tensor? out_out, Tensor? out_normaliser, {inputs}"
-    library.define(f"{name}({given}) -> Tensor[]", tags=TAGS)
-    _register(op, name, *JVP, flops.jvp)
-    name = op.name + "_second"
-    outs = "Tensor out_out, Tensor out_normaliser, Tensor out_t, Tensor lse_t"
-    grads = "Tensor? dout, Tensor? dlse, Tensor? dout_t, Tensor? dlse_t"
-    given = f"{moves}, {outs}, {grads}, {inputs}, str[] wants"
-    library.define(f"{name}({given}) -> Tensor[]", tags=TAGS)
-    _register(op, name, *SECOND, flops.second)
-
-
-def _register(op: Operation, name: str, kernel, fake, autograd, save, vmap, count) -> None:
-    bind, full = functools.partial, add_op_namespace_prefix(name)
-    library.impl(name, bind(kernel, op), "CompositeExplicitAutograd")
-    torch.library.register_fake(full, bind(fake, op), lib=library)
-    torch.library.register_autograd(full, bind(autograd, op), setup_context=save, lib=library)
-    torch.library.register_vmap(full, bind(vmap, op), lib=library)
+def _define(which: Pass, op: Operation, count: Any) -> None:
+    """Register the operator of a pass, with fake kernel, autograd formula, vmap rule and FLOP
+    count."""
+    name, bind = op.name + which.suffix, functools.partial
+    full = add_op_namespace_prefix(name)
+    library.define(name + _schema(which, op), tags=TAGS)
+    library.impl(name, bind(_kernel, which, op), "CompositeExplicitAutograd")
+    torch.library.register_fake(full, bind(fake, which, op), lib=library)
+    save = bind(_save, which, op)
+    torch.library.register_autograd(full, bind(_autograd, which), setup_context=save, lib=library)
+    torch.library.register_vmap(full, bind(_vmap, which, op), lib=library)
     flops.register(operator(name), count)
 
 
 def split(args: Sequence[Any]) -> tuple[Tensors, Options]:
-    """The call of a forward operator's arguments."""
-    t, o = pair(args)
+    """The call of a forward operator's arguments. The dispatcher leaves out the last ones that have
+    their defaults."""
+    t, o = from_saved_order(args, [_DEFAULTS.get(name) for name in _NAMES])
     return Tensors(*t), Options(*o)
+
+
+def _split(
+    which: Pass, op: Operation, args: Sequence[Any]
+) -> tuple[list[Group], Tensors, Options, tuple[str, ...]]:
+    """The groups of a pass, tensors, options and needs_grad."""
+    if which is FORWARD:
+        return [], *split(args), ()
+    groups, rest = which.split(op, args)
+    needs_grad = tuple(rest[-1]) if which.chooses else ()
+    t, o = rest[:N_TENSORS], rest[N_TENSORS : len(_NAMES)]
+    return groups, Tensors(*t), Options(*o), needs_grad
 
 
 def _untuple(outs: tuple):
@@ -147,21 +160,32 @@ def _refuse_forward_mode() -> None:
         )
 
 
-# ----------------------------------------------------------------------------- forward and backward
+@opaque_to_dynamo
+def _kernel(which: Pass, op: Operation, *args):
+    _refuse_forward_mode()
+    groups, t, o, needs_grad = _split(which, op, args)
+    t, o = lowered_call(t, o)
+    kind_of_tensors = kind(t)
+    planned = plan(t, o, kind_of_tensors)
+    if kind_of_tensors is None:
+        need_memory(t)
+    for group, names, tensors in zip(which.given, which.names(op), groups):
+        if group != "tangents":
+            check_results(t, o, names, tensors, "gradient of " if group == "grads" else "")
+    found = which.run(op, planned, t, o, groups, needs_grad)
+    return _untuple(found) if which is FORWARD else found
 
 
 @opaque_to_dynamo
-def _forward_kernel(op: Operation, *args):
+def fake(which: Pass, op: Operation, *args):
+    groups, t, o, needs_grad = _split(which, op, args)
+    if which.chooses:  # it has the tensors and the results of a pass that was checked
+        return empty_gradients(t, o, needs_grad)
     _refuse_forward_mode()
-    t, o = lowered_call(*split(args))
-    return _untuple(run_forward(op, t, o, kind(t)))
-
-
-@opaque_to_dynamo
-def fake(op: Operation, *args):
-    _refuse_forward_mode()
+    if which is JVP:
+        check(t, o)
+        return tangent_outputs(t, o, groups[1][0] is not None)
     _keep_whole_in_inductor(op.operator().default)
-    t, o = split(args)
     check(t, o)
     return _untuple(op.outputs(t, o))
 
@@ -175,213 +199,60 @@ def _keep_whole_in_inductor(operator: torch._ops.OpOverload) -> None:
         lowering.make_fallback(operator, warn=False)
 
 
-def _save(ctx, inputs, output) -> None:
-    t, ctx.options = pair(inputs)
-    ctx.save_for_backward(*t, *as_tuple(output))
+def _save(which: Pass, op: Operation, ctx, inputs, output) -> None:
+    """Save the tensors, and the results of passes whose derivatives take them."""
+    groups, t, o, needs_grad = _split(which, op, inputs)
+    tensors = [*(x for group in groups for x in group), *t]
+    ctx.call, ctx.count = PassCall(which, op, o, needs_grad), len(tensors)
+    ctx.save_for_backward(*tensors, *(() if which.chooses else as_tuple(output)))
     ctx.set_materialize_grads(False)
 
 
-def _autograd(op: Operation, ctx, *grads):
-    t, outs = parts(ctx.saved_tensors, N_TENSORS)
-    needs_grad = op.needs_grad(pair(ctx.needs_input_grad)[0])
-    found = RUN.backward(op, ctx.options, needs_grad, grads, outs, t)
-    return flat(spread(found, needs_grad), (None,) * N_SCALARS)
+def _autograd(which: Pass, ctx, *moves):
+    if which is not FORWARD:  # a list is one result
+        (moves,) = moves
+    kept, n = ctx.saved_tensors, ctx.count
+    needed = _in_own_order(which, ctx.needs_input_grad, False)
+    if which is SECOND:
+        groups, of_t = ctx.call.split(needed[:n])
+        if any((*groups[2][:2], *of_t)):
+            formulas.refuse_third()
+    found = formulas.derivative(_run, ctx.call, kept[:n], kept[n:], moves, needed[:n])
+    every = *found, *(None,) * (len(Options._fields) + which.chooses)
+    return tuple(in_saved_order(every)) if which is FORWARD else every
 
 
-def _vmap(op: Operation, info, in_dims, *args):
-    t, o = split(args)
-    dims, _ = pair(in_dims)
-    outs, dims = functorch.batched_forward(RUN, op, info.batch_size, dims, t, o)
-    return _untuple(outs), _untuple(dims)
+def _in_own_order(which: Pass, of: Sequence[Any], missing: Any) -> Sequence[Any]:
+    """One of something for each argument of an operator, in the order of the pass."""
+    if which is not FORWARD:
+        return of
+    t, o = from_saved_order(of, [missing] * len(_NAMES))
+    return *t, *o
 
 
-@opaque_to_dynamo
-def _backward_kernel(op: Operation, *args) -> list[Tensor]:
-    _refuse_forward_mode()
-    grads, outs, t, o, needs_grad = _backward_arguments(op, args)
-    t, o = lowered_call(t, o)
-    planned = plan(t, o, kind(t))
-    check_results(t, o, op.results, outs)
-    check_results(t, o, op.results, grads, "gradient of ")
-    return run_backward(op, planned, t, outs, grads, needs_grad)
+def _vmap(which: Pass, op: Operation, info, in_dims, *args):
+    groups, t, o, needs_grad = _split(which, op, args)
+    tensors = [*(x for group in groups for x in group), *t]
+    dims = _in_own_order(which, in_dims, None)[: len(tensors)]
+    call = PassCall(which, op, o, needs_grad)
+    found, dims = batched(_run, call, info.batch_size, dims, tensors)
+    if which is FORWARD:
+        return _untuple(found), _untuple(dims)
+    return list(found), list(dims)
 
 
-@opaque_to_dynamo
-def _fake_backward(op: Operation, *args) -> list[Tensor]:
-    *_, t, o, needs_grad = _backward_arguments(op, args)
-    return empty_gradients(t, o, needs_grad)
+def _run(which: Pass, op: Operation, t, o: Options, groups=(), needs_grad=()):
+    """A pass as its operator. If no tensor has a tangent, turn forward mode off, or it would
+    raise."""
+    given = arguments(which, t, o, groups, needs_grad)
+    off = drops_tangents() and not has_tangents([x for x in given if isinstance(x, Tensor)])
+    with no_tangents() if off else contextlib.nullcontext():
+        return as_tuple(op.operator(which.suffix)(*given))
 
 
-def _backward_arguments(op: Operation, args):
-    """Gradients, results, tensors, options and needs_grad."""
-    n = len(op.results)
-    grads, outs, t, rest = parts(args, n, n, N_TENSORS)
-    return grads, outs, Tensors(*t), Options(*rest[:-1]), tuple(rest[-1])
-
-
-def _save_all(ctx, inputs, output) -> None:
-    """Save all arguments of `_backward` or `_second`: tensors, options and needs_grad."""
-    at = len(inputs) - N_SCALARS - 1
-    ctx.save_for_backward(*inputs[:at])
-    ctx.call = Options(*inputs[at:-1]), tuple(inputs[-1])
-    ctx.set_materialize_grads(False)
-
-
-def _autograd_of_backward(op: Operation, ctx, moves):
-    need_tangents(op)
-    o, needs_grad = ctx.call
-    n = len(op.results)
-    grads, outs, t = parts(ctx.saved_tensors, n, n)
-    of_t = ctx.needs_input_grad[2 * n : 2 * n + N_TENSORS]
-    call, wanted = PassCall(op, o, Tensors(*t), outs), op.needs_grad(of_t)
-    incoming, found = formulas.of_backward(RUN, call, grads, moves, needs_grad, wanted)
-    incoming = (x if need else None for x, need in zip(incoming, ctx.needs_input_grad))
-    return (*incoming, *(None,) * n, *spread(found, wanted), *(None,) * (N_SCALARS + 1))
-
-
-def _vmap_backward(op: Operation, info, in_dims, *args):
-    n = 2 * len(op.results) + N_TENSORS
-    o, needs_grad = Options(*args[n:-1]), tuple(args[-1])
-    found = functorch.batched_backward(
-        RUN, op, info.batch_size, in_dims[:n], args[:n], o, needs_grad
-    )
-    return tuple(map(list, found))
-
-
-BACKWARD = _backward_kernel, _fake_backward, _autograd_of_backward, _save_all, _vmap_backward
-
-# ------------------------------------------------------------------ the passes that take tangents
-
-
-def _jvp_arguments(args):
-    """Tangents; out and normaliser, or None twice; tensors; options."""
-    u, outs, t, o = parts(args, N_TANGENTS, 2, N_TENSORS)
-    return Tangents(*u), outs, Tensors(*t), Options(*o)
-
-
-@opaque_to_dynamo
-def _jvp_kernel(op: Operation, *args) -> list[Tensor]:
-    _refuse_forward_mode()
-    u, outs, t, o = _jvp_arguments(args)
-    t, o = lowered_call(t, o)
-    found = kind(t)
-    plan(t, o, found)
-    check_results(t, o, op.results, outs)
-    return run_jvp(op, t, o, found, u, outs)
-
-
-@opaque_to_dynamo
-def _fake_jvp(op: Operation, *args) -> list[Tensor]:
-    _refuse_forward_mode()
-    _, outs, t, o = _jvp_arguments(args)
-    check(t, o)
-    return tangent_outputs(t, o, outs[0] is not None)
-
-
-def _save_jvp(ctx, inputs, output) -> None:
-    u, outs, t, o = _jvp_arguments(inputs)
-    known = outs if outs[0] is not None else ()
-    ctx.save_for_backward(*u, *t, *known, *output)
-    ctx.options = o
-    ctx.set_materialize_grads(False)
-
-
-def _autograd_of_jvp(op: Operation, ctx, grads):
-    u, t, outs = parts(ctx.saved_tensors, N_TANGENTS, N_TENSORS)
-    of_u, _, of_t = parts(ctx.needs_input_grad, N_TANGENTS, 2)
-    needs_grad, needs_grad_u = op.needs_grad(of_t[:N_TENSORS]), names(of_u)
-    every = (*(None,) * (4 - len(grads)), *grads)
-    call = PassCall(op, ctx.options, Tensors(*t), outs)
-    found, moved = formulas.of_jvp(RUN, call, Tangents(*u), every, needs_grad, needs_grad_u)
-    tangents = formulas.tangents(moved, needs_grad_u)
-    return (*tangents, None, None, *spread(found, needs_grad), *(None,) * N_SCALARS)
-
-
-def _vmap_jvp(op: Operation, info, in_dims, *args):
-    u, outs, t, o = _jvp_arguments(args)
-    du, douts, dt, _ = parts(in_dims, N_TANGENTS, 2, N_TENSORS)
-    dims, tensors = (*dt, *du, *douts), (*t, *u, *outs)
-    return tuple(map(list, functorch.batched_jvp(RUN, op, info.batch_size, dims, tensors, o)))
-
-
-JVP = _jvp_kernel, _fake_jvp, _autograd_of_jvp, _save_jvp, _vmap_jvp
-
-
-def _second_arguments(args):
-    """Tangents; results and their tangents; gradients and theirs; tensors; options; needs_grad."""
-    u, outs, grads, t, rest = parts(args, N_TANGENTS, 4, 4, N_TENSORS)
-    return Tangents(*u), outs, grads, Tensors(*t), Options(*rest[:-1]), tuple(rest[-1])
-
-
-@opaque_to_dynamo
-def _second_kernel(op: Operation, *args) -> list[Tensor]:
-    _refuse_forward_mode()
-    u, outs, grads, t, o, needs_grad = _second_arguments(args)
-    t, o = lowered_call(t, o)
-    found = kind(t)
-    plan(t, o, found)
-    check_results(t, o, WITH_TANGENTS, outs)
-    check_results(t, o, INCOMING, grads, "gradient of ")
-    return run_second(op, t, o, found, u, outs, grads, needs_grad)
-
-
-@opaque_to_dynamo
-def _fake_second(op: Operation, *args) -> list[Tensor]:
-    *_, t, o, needs_grad = _second_arguments(args)
-    return empty_gradients(t, o, needs_grad)
-
-
-def _autograd_of_second(op: Operation, ctx, moves):
-    o, needs_grad = ctx.call
-    _, outs, grads, t = parts(ctx.saved_tensors, N_TANGENTS, 4, 4)
-    of_u, _, of_grads, rest = parts(ctx.needs_input_grad, N_TANGENTS, 4, 4)
-    if any((*of_grads[:2], *rest[:N_TENSORS])):
-        formulas.refuse_third()
-    call, needs_grad_u = PassCall(op, o, Tensors(*t), outs), names(of_u)
-    found, incoming = formulas.of_second(RUN, call, grads, moves, needs_grad, needs_grad_u)
-    incoming = (x if need else None for x, need in zip(incoming, of_grads[2:]))
-    tangents = formulas.tangents(found, needs_grad_u)
-    none = (None,) * (N_TENSORS + N_SCALARS + 1)
-    return (*tangents, *(None,) * 6, *incoming, *none)
-
-
-def _vmap_second(op: Operation, info, in_dims, *args):
-    u, outs, grads, t, o, needs_grad = _second_arguments(args)
-    du, douts, dgrads, dt, _ = parts(in_dims, N_TANGENTS, 4, 4, N_TENSORS)
-    dims, tensors = (*dt, *du, *douts, *dgrads), (*t, *u, *outs, *grads)
-    found = functorch.batched_second(RUN, op, info.batch_size, dims, tensors, o, needs_grad)
-    return tuple(map(list, found))
-
-
-SECOND = _second_kernel, _fake_second, _autograd_of_second, _save_all, _vmap_second
-
-
-def _run(operator, tensors: Sequence[Tensor | None], *rest):
-    """Call an operator. If no tensor has a tangent, turn forward mode off, or it would raise."""
-    if drops_tangents() and not has_tangents(tensors):
-        with no_tangents():
-            return operator(*tensors, *rest)
-    return operator(*tensors, *rest)
-
-
-def _run_forward(op: Operation, o: Options, t: Sequence[Tensor | None]):
-    if drops_tangents() and not has_tangents(t):
-        with no_tangents():
-            return op.operator()(*flat(t, o))
-    return op.operator()(*flat(t, o))
-
-
-RUN = Passes(
-    forward=lambda op, o, t: as_tuple(_run_forward(op, o, t)),
-    backward=lambda op, o, needs_grad, grads, outs, t: _run(
-        op.operator("_backward"), (*grads, *outs, *t), *o, list(needs_grad)
-    ),
-    jvp=lambda op, o, t, u, outs: _run(op.operator("_jvp"), (*u, *outs, *t), *o),
-    second=lambda op, o, needs_grad, t, u, outs, grads: _run(
-        op.operator("_second"), (*u, *outs, *grads, *t), *o, list(needs_grad)
-    ),
-)
-
-_define(ATTENTION)
-_define(WEIGHTS)
-_define_tangents(ATTENTION)
+_define(FORWARD, ATTENTION, flops.forward)
+_define(BACKWARD, ATTENTION, functools.partial(flops.backward, len(ATTENTION.results)))
+_define(FORWARD, WEIGHTS, flops.forward)
+_define(BACKWARD, WEIGHTS, functools.partial(flops.backward, len(WEIGHTS.results)))
+_define(JVP, ATTENTION, flops.jvp)
+_define(SECOND, ATTENTION, flops.second)

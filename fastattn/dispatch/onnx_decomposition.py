@@ -1,7 +1,7 @@
 """Decompositions into torch's operators, for exporters that know no others: torch.onnx.export.
 
 They run the oracle: exact, in O(M N) memory. Exporters find them in torch's `decomposition_table`.
-The TorchScript exporter does not use it: `run_pass.call_via_operator` decomposes the call there.
+The TorchScript exporter does not use it: `run_pass.via_operator` decomposes the call there.
 torch.compile and torch.export keep the operators whole; `run_decompositions` takes the table.
 """
 
@@ -21,7 +21,7 @@ from ..call.spec import AttentionSpec, Tensors
 from ..call.validation import describe
 from ..score_mods.unlowered import lowered_call
 from . import library_ops
-from .operation import ATTENTION, WEIGHTS, Operation
+from .operation import ATTENTION, FORWARD, WEIGHTS, Operation
 
 
 def attention(*args: Any) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def _where_traced(op: Operation, function: Callable) -> Callable:
         if any(hasattr(x, "_spec") for x in args):
             raise NotImplementedError("fastattn.attention is the call that takes DTensors")
         if get_proxy_mode() is None and torch._C._get_tracing_state() is None:
-            return library_ops.fake(op, *args)
+            return library_ops.fake(FORWARD, op, *args)
         return function(*args)
 
     return run

@@ -23,7 +23,9 @@ from ..call.int4 import INT4, columns
 from ..call.spec import (
     ARGUMENTS,
     DIFFERENTIABLE,
+    INCOMING,
     INDEX,
+    WITH_TANGENTS,
     AttentionSpec,
     Options,
     Tangents,
@@ -31,13 +33,14 @@ from ..call.spec import (
     acc_dtype,
     result_shape,
 )
-from ..call.validation import describe, need_like, need_memory
+from ..call.validation import describe, need_like
 from ..namespace import operator
 from .advice import advise
 
 MAX_PLANS = 4096
 
-_plans: dict[tuple[Any, ...], tuple[AttentionSpec, Backend]] = {}
+Plan = tuple[AttentionSpec, Backend]
+_plans: dict[tuple[Any, ...], Plan] = {}
 
 
 @functools.lru_cache(maxsize=512)
@@ -68,7 +71,7 @@ class Operation(NamedTuple):
         return needs_grad(self.differentiable, tuple(needed))
 
 
-def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Backend]:
+def plan(t: Tensors, o: Options, kind: Kind | None) -> Plan:
     """The spec of a call and the backend that runs it; checked once for each kind of call."""
     try:
         key = o, _described(t) if kind is None else kind
@@ -84,25 +87,14 @@ def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Back
     return spec, backend
 
 
-@functools.lru_cache(maxsize=MAX_PLANS)
-def _plan_tangents(
-    spec: AttentionSpec, requested: str, device: torch.device
-) -> tuple[AttentionSpec, WithTangents]:
-    """Passes with tangents may run on another backend than forward; dropout draws match."""
-    spec = dataclasses.replace(spec, tangents=True)
+@functools.lru_cache(maxsize=MAX_PLANS)  # as many as there are plans
+def _plan_again(spec: AttentionSpec, what: str, requested: str, device: torch.device) -> Plan:
+    """The plan of another pass than forward. what: the field of the spec that asks for it. Pages
+    need the backend of forward only if that has the pass."""
+    spec = dataclasses.replace(spec, **{what: True})
+    if what == "paged_grad" and why_not(requested, spec):
+        requested = ""
     backend = choose(spec, requested, device)
-    _log(spec, backend)
-    return spec, cast(WithTangents, backend)
-
-
-@functools.lru_cache(maxsize=MAX_PLANS)
-def _plan_paged_grad(
-    spec: AttentionSpec, forward: str, device: torch.device
-) -> tuple[AttentionSpec, Backend]:
-    """The backward pass of pages runs on the backend of forward if that has it, else on the first
-    that has it; dropout draws match."""
-    spec = dataclasses.replace(spec, paged_grad=True)
-    backend = choose(spec, "" if why_not(forward, spec) else forward, device)
     _log(spec, backend)
     return spec, backend
 
@@ -121,86 +113,86 @@ def forget_plans() -> None:
     """Forget all plans, so that calls choose a backend again; for use after the backends change."""
     _plans.clear()
     marshalling.forget_plans()
-    _plan_tangents.cache_clear()
-    _plan_paged_grad.cache_clear()
+    _plan_again.cache_clear()
 
 
-def run_forward(op: Operation, t: Tensors, o: Options, kind: Kind | None) -> tuple[Tensor, ...]:
-    spec, backend = plan(t, o, kind)
-    if kind is None:
-        need_memory(t)
+# ------------------------------------------------------------------------------------- the passes
+# Each runs on the kernels of a plan. groups: its tensors beside those of the call, as `Pass.given`.
+
+Group = Sequence[Any]  # tensors, some None
+
+
+def _run_forward(
+    op: Operation, planned: Plan, t: Tensors, o: Options, groups: Sequence[Group], needs_grad: Any
+) -> tuple[Tensor, ...]:
+    spec, backend = planned
     return op.forward(backend, spec, t)
 
 
-def run_backward(
+def _run_backward(
     op: Operation,
-    planned: tuple[AttentionSpec, Backend],
+    planned: Plan,
     t: Tensors,
-    outs: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
+    o: Options,
+    groups: Sequence[Group],
     needs_grad: Sequence[str],
 ) -> list[Tensor]:
     """The gradients of the tensors that `needs_grad` names."""
-    spec, backend = planned
+    (spec, backend), (grads, outs) = planned, groups
     if grads[0] is None and all(grad is None for grad in grads):
         given = map(t.given, needs_grad)
         return [torch.zeros_like(x, dtype=spec.stored(x.dtype)) for x in given]
     _need_gradient(spec)
     if spec.paged:
-        spec, backend = _plan_paged_grad(spec, backend.name, t.q.device)
+        spec, backend = _plan_again(spec, "paged_grad", backend.name, t.q.device)
     found = op.backward(backend, spec, t, outs, grads, needs_grad)
     return [found[name] for name in needs_grad]
 
 
-def run_jvp(
-    op: Operation,
-    t: Tensors,
-    o: Options,
-    kind: Kind | None,
-    tangents: Tangents,
-    outs: Sequence[Tensor | None],
+def _run_jvp(
+    op: Operation, planned: Plan, t: Tensors, o: Options, groups: Sequence[Group], needs_grad: Any
 ) -> list[Tensor]:
-    """The tangents of out and LSE, after out and normaliser if `outs` does not have these."""
-    spec, backend = _planned_for_tangents(op, t, o, kind, tangents)
+    """The tangents of out and LSE, after out and normaliser if these are not given."""
+    tangents, outs = Tangents(*groups[0]), groups[1]
+    spec, backend = _plan_tangents(op, planned, t, o, tangents)
     found = backend.jvp(spec, t, tangents, *outs)
     return list(found[2:] if outs[0] is not None else found)
 
 
-def run_second(
+def _run_second(
     op: Operation,
+    planned: Plan,
     t: Tensors,
     o: Options,
-    kind: Kind | None,
-    tangents: Tangents,
-    outs: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
+    groups: Sequence[Group],
     needs_grad: Sequence[str],
 ) -> list[Tensor]:
-    """The tangents of the gradients that `needs_grad` names. outs: all results of
-    `WithTangents.jvp`; grads: the gradients of out and LSE, and the tangents of these."""
+    """The tangents of the gradients that `needs_grad` names. The results that are given are all of
+    `WithTangents.jvp`; the gradients are those of out and LSE, and the tangents of these."""
+    tangents, outs, grads = Tangents(*groups[0]), groups[1], groups[2]
     captures = "captured_floats" in needs_grad
-    spec, backend = _planned_for_tangents(op, t, o, kind, tangents, captures)
+    spec, backend = _plan_tangents(op, planned, t, o, tangents, captures)
     found = backend.second(spec, t, tangents, outs, *grads, needs_grad)
     return [found[name] for name in needs_grad]
 
 
-def _planned_for_tangents(
+def _plan_tangents(
     op: Operation,
+    planned: Plan,
     t: Tensors,
     o: Options,
-    kind: Kind | None,
     tangents: Tangents,
     captures: bool = False,
-):
-    """captures: whether the gradient of captured numbers has a tangent. No kernel has that, nor
-    their tangents: the oracle does."""
+) -> tuple[AttentionSpec, WithTangents]:
+    """Passes with tangents may run on another backend than forward; dropout draws match.
+
+    captures: whether the gradient of captured numbers has a tangent. No kernel has that, nor their
+    tangents: the oracle does."""
     need_tangents(op)
     for name, x_t in zip(Tangents._fields, tangents):
         if x_t is not None:  # a direct call of the operator may be wrong
             need_like(name, x_t, t.given(name), "shape")
-    spec, _ = plan(t, o, kind)
-    if kind is None:
-        need_memory(t)
+    spec, _ = planned
     _need_gradient(spec)
     if spec.paged:
         raise NotImplementedError(
@@ -210,7 +202,49 @@ def _planned_for_tangents(
     if spec.acc_dtype_out:
         raise NotImplementedError("unrounded results have no derivative but the first in reverse")
     captures = captures or tangents.captured_floats is not None
-    return _plan_tangents(spec, "reference" if captures else o.backend, t.q.device)
+    requested = "reference" if captures else o.backend
+    return cast(Any, _plan_again(spec, "tangents", requested, t.q.device))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # no tuple: torch.func takes those apart
+class Pass:
+    """A pass of an operation.
+
+    suffix: of its operator's name.
+    given: what it takes before the tensors of the call, by group: the name of each tensor in
+        `RESULTS`, or of the tensor that it is the tangent of; None for those of the operation.
+    run: runs it on kernels.
+    chooses: whether it computes the gradients that its caller names.
+    """
+
+    suffix: str
+    given: dict[str, tuple[str, ...] | None]
+    run: Callable[..., Sequence[Tensor]]
+    chooses: bool = False
+
+    def names(self, op: Operation) -> list[tuple[str, ...]]:
+        """The names of the tensors of each group."""
+        return [op.results if names is None else names for names in self.given.values()]
+
+    def split(self, op: Operation, of: Sequence[Any]) -> tuple[list[Group], Group]:
+        """One of something for each tensor of the pass, as groups and as the rest, which begins
+        with those of the call."""
+        groups, first = [], 0
+        for names in self.names(op):
+            groups.append(of[first : first + len(names)])
+            first += len(names)
+        return groups, of[first:]
+
+
+FORWARD = Pass("", {}, _run_forward)
+BACKWARD = Pass("_backward", dict(grads=None, outs=None), _run_backward, chooses=True)
+JVP = Pass("_jvp", dict(tangents=DIFFERENTIABLE, outs=WITH_TANGENTS[:2]), _run_jvp)
+SECOND = Pass(
+    "_second",
+    dict(tangents=DIFFERENTIABLE, outs=WITH_TANGENTS, grads=INCOMING),
+    _run_second,
+    chooses=True,
+)
 
 
 def need_tangents(op: Operation) -> None:
@@ -235,7 +269,7 @@ def _need_gradient(spec: AttentionSpec) -> None:
 def spread(
     grads: Sequence[Tensor], needs_grad: Sequence[str], n: int = len(INDEX)
 ) -> list[Tensor | None]:
-    """`run_backward`'s gradients in the order of the first n `Tensors`, None for one without a
+    """Gradients that a pass computed, in the order of the first n `Tensors`, None for one without a
     gradient."""
     if len(needs_grad) == n:
         return list(grads)
@@ -246,7 +280,7 @@ def spread(
 
 
 def empty_gradients(t: Tensors, o: Options, needs_grad: Sequence[str]) -> list[Tensor]:
-    """Uninitialised tensors with the shapes, dtypes and strides of what `run_backward` returns."""
+    """Uninitialised tensors with the shapes, dtypes and strides of the gradients."""
     wanted = [(ARGUMENTS[name], t.given(name)) for name in needs_grad]
     return [
         empty_dense(x, x.shape, o.stored(x.dtype), o.grad_order)
@@ -271,7 +305,7 @@ def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
 
 
 def tangent_outputs(t: Tensors, o: Options, known: bool) -> list[Tensor]:
-    """As `empty_gradients`, for `run_jvp`. known: are out and normaliser given?"""
+    """As `empty_gradients`, for the results of `JVP`. known: are out and normaliser given?"""
     out, normaliser = _attention_outputs(t, o)
     found = [out, normaliser, torch.empty_like(out), _empty("lse", t, o, normaliser.dtype)]
     return found[2:] if known else found

@@ -1,4 +1,16 @@
-"""Run one pass: call the kernel directly, or the registered operator if a mode is active."""
+"""Run a pass: on the kernels directly, or as the registered operator if a mode is active.
+
+Every way of a call ends here: `dispatcher` for plain calls and autograd, `functorch`, and the
+operators, whose kernels call `Pass.run` themselves because the dispatcher has recorded them.
+
+Events of torch's profilers. The dispatcher records an event for each operator that it calls. A
+kernel that is called directly records the event of its operator itself: the same name, the same
+arguments, once. A profiler that counts FLOPs (`with_flops=True`) knows only some of aten's
+operators by name: it counts none here. torch.utils.flop_counter.FlopCounterMode counts all (see
+`flops`). With `with_stack=True` a profiler records calls of Python functions as events, too: the
+time of a kernel is then the self time of the Python function, inside the kernel's event, that runs
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,96 +22,126 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
 from torch._decomp import decomposition_table
 from torch.autograd import forward_ad
 
 from ..backends.native.marshalling import kind
-from ..call.spec import Options, Tangents, Tensors
+from ..call.spec import Options, Tensors
 from ..call.validation import check
-from .forward_arguments import flat
-from .operation import Operation, plan, run_backward, run_forward, run_jvp, run_second
-from .profiler_events import recorded, recording
+from ..namespace import add_op_namespace_prefix
+from .operation import FORWARD, JVP, Group, Operation, Pass, Plan, plan
 
 _modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
 _is_traced = torch.compiler.is_dynamo_compiling
+_records_thread = torch.autograd._profiler_enabled
+_profiler = torch.autograd.profiler
 
 
-Outs = Sequence[Any]  # results, or gradients of them, some None
-
-
-def forward(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    kind_of_tensors = _kind(t)
-    if kind_of_tensors is None:
-        return call_via_operator(op, t, o)
-    if recording():
-        return recorded(op, "", run_forward, (op, t, o, kind_of_tensors), flat(t, o))
-    return run_forward(op, t, o, kind_of_tensors)
-
-
-def backward(
-    op: Operation, t: Tensors, o: Options, outs: Outs, grads: Outs, needs_grad: Sequence[str]
-) -> list[Tensor]:
-    kind_of_tensors = _kind(t, *outs, *grads)
-    if kind_of_tensors is None:
-        return op.operator("_backward")(*grads, *outs, *t, *o, list(needs_grad))
-    given = op, plan(t, o, kind_of_tensors), t, outs, grads, needs_grad
-    if recording():
-        return recorded(op, "_backward", run_backward, given, grads, outs, t, o, [list(needs_grad)])
-    return run_backward(*given)
-
-
-def jvp(op: Operation, t: Tensors, o: Options, tangents: Tangents, outs: Outs) -> list[Tensor]:
-    """outs: out and normaliser of an earlier forward, or None and None."""
-    kind_of_tensors = _kind(t, *tangents, *outs)
-    if kind_of_tensors is None:
-        check(t, o)
-        return op.operator("_jvp")(*tangents, *outs, *t, *o)
-    given = op, t, o, kind_of_tensors, tangents, outs
-    if recording():
-        return recorded(op, "_jvp", run_jvp, given, tangents, outs, t, o)
-    return run_jvp(*given)
-
-
-def second(
+def run(
+    which: Pass,
     op: Operation,
     t: Tensors,
     o: Options,
-    tangents: Tangents,
-    outs: Outs,
-    grads: Outs,
-    needs_grad: Sequence[str],
-) -> list[Tensor]:
-    kind_of_tensors = _kind(t, *tangents, *outs, *grads)
+    groups: Sequence[Group] = (),
+    needs_grad: Sequence[str] = (),
+) -> Sequence[Tensor]:
+    """The results of a pass. groups, needs_grad: as in `operation.Pass`."""
+    kind_of_tensors = None
+    if not (_is_traced() or dispatch_mode_active()) and _in_memory(groups):
+        kind_of_tensors = kind(t)
     if kind_of_tensors is None:
-        return op.operator("_second")(*tangents, *outs, *grads, *t, *o, list(needs_grad))
-    given = op, t, o, kind_of_tensors, tangents, outs, grads, needs_grad
+        return via_operator(which, op, t, o, groups, needs_grad)
+    return directly(which, op, plan(t, o, kind_of_tensors), t, o, groups, needs_grad)
+
+
+def directly(
+    which: Pass,
+    op: Operation,
+    planned: Plan,
+    t: Tensors,
+    o: Options,
+    groups: Sequence[Group] = (),
+    needs_grad: Sequence[str] = (),
+) -> Sequence[Tensor]:
+    """The same on plain memory, by its plan."""
     if recording():
-        arguments = tangents, outs, grads, t, o, [list(needs_grad)]
-        return recorded(op, "_second", run_second, given, *arguments)
-    return run_second(*given)
+        name = add_op_namespace_prefix(op.name + which.suffix)
+        with _RecordFunctionFast(name, arguments(which, t, o, groups, needs_grad)):
+            return which.run(op, planned, t, o, groups, needs_grad)
+    return which.run(op, planned, t, o, groups, needs_grad)
 
 
-def _kind(t: Tensors, *others: Tensor | None):
-    """`marshalling.kind` of t. None if the operator must run, because a mode is active or because
-    one of t or `others` is not plain memory."""
-    return None if _is_traced() or dispatch_mode_active() or kind(others) is None else kind(t)
+def via_operator(
+    which: Pass,
+    op: Operation,
+    t: Tensors,
+    o: Options,
+    groups: Sequence[Group] = (),
+    needs_grad: Sequence[str] = (),
+) -> tuple[Tensor, ...]:
+    """The same as the registered operator, because a mode is active or because a tensor is not
+    plain memory."""
+    if which is FORWARD and _tracing() is not None:
+        return _traced(op, t, o)
+    if which is FORWARD or which is JVP:  # others take results of these
+        check(t, o)
+    with no_tangents() if which is FORWARD else contextlib.nullcontext():
+        return as_tuple(op.operator(which.suffix)(*arguments(which, t, o, groups, needs_grad)))
+
+
+def arguments(
+    which: Pass,
+    t: Sequence[Any],
+    o: Options,
+    groups: Sequence[Group] = (),
+    needs_grad: Sequence[str] = (),
+) -> list[Any]:
+    """The arguments of the operator."""
+    if which is FORWARD:
+        return in_saved_order((*t, *o))
+    every = [x for group in groups for x in group]
+    return [*every, *t, *o, *([list(needs_grad)] if which.chooses else [])]
+
+
+# Saved programs call forward operators by position: what came after the first of them stands last.
+_LATER = {"captured_floats", "captured_ints", "mask_blocks", "score_mod", "captured_sizes"}
+_NAMES = (*Tensors._fields, *Options._fields)
+_ORDER = sorted(range(len(_NAMES)), key=lambda at: _NAMES[at] in _LATER)
+
+
+def in_saved_order(of: Sequence[Any]) -> list[Any]:
+    """One of something for each of `Tensors` and `Options`, in the order of forward operators."""
+    return [of[at] for at in _ORDER]
+
+
+def from_saved_order(of: Sequence[Any], missing: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    """The reverse, for `Tensors` and for `Options`. Last ones that are not there are `missing`'s,
+    which has one for each of `Tensors` and `Options`."""
+    found = list(missing)
+    for at, x in zip(_ORDER, of):
+        found[at] = x
+    return found[: len(Tensors._fields)], found[len(Tensors._fields) :]
+
+
+def recording() -> bool:
+    """True if a running profiler may record this thread. The check takes 60 ns.
+
+    A profiler of all threads (`profile_all_threads`) sets a flag of the process, not of a thread.
+    """
+    return _records_thread() or _profiler._is_profiler_enabled
+
+
+def _in_memory(groups: Sequence[Group]) -> bool:
+    """False if one of the tensors is not plain memory."""
+    return not groups or kind(tuple(x for group in groups for x in group)) is not None
 
 
 def dispatch_mode_active() -> bool:
     """True if a dispatch mode or torch.jit.trace is active. These intercept operators; they do not
     see a direct call of a kernel."""
     return _modes() > 0 or _tracing() is not None
-
-
-def call_via_operator(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    """Run forward as the registered operator, because a mode is active or because a tensor is not
-    plain memory."""
-    if _tracing() is not None:
-        return _traced(op, t, o)
-    check(t, o)
-    with no_tangents():
-        return as_tuple(op.operator()(*flat(t, o)))
 
 
 def _traced(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
@@ -109,11 +151,11 @@ def _traced(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     with warnings.catch_warnings():  # the rules look at sizes, which a trace may vary
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
-            return as_tuple(decomposition_table[run.default](*flat(t, o)))
+            return as_tuple(decomposition_table[run.default](*arguments(FORWARD, t, o)))
         check(t, o)
     # A traced graph may run with and without gradients.
     with no_tangents():
-        return as_tuple(run(*flat(t, o._replace(grad=True))))
+        return as_tuple(run(*arguments(FORWARD, t, o._replace(grad=True))))
 
 
 def as_tuple(outs: Any) -> tuple[Tensor, ...]:

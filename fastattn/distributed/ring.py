@@ -19,7 +19,7 @@ from torch.autograd import Function
 from .. import api
 from ..call.spec import Options, Tensors, acc_dtype
 from ..dispatch import run_pass
-from ..dispatch.operation import ATTENTION, spread
+from ..dispatch.operation import ATTENTION, BACKWARD, FORWARD, spread
 from ..merging import weigh
 from ..score_mods.unlowered import lowered_call
 from . import layout
@@ -144,7 +144,7 @@ class Ring(Function):
         def compute(block: KeyBlock, k: Tensor, v: Tensor) -> None:
             at = block.own.start
             part = way.part(t, k, v, block, at not in found)
-            new = PartialResult(*run_pass.forward(ATTENTION, *part))
+            new = PartialResult(*run_pass.run(FORWARD, ATTENTION, *part))
             found[at] = found[at].merged(new) if at in found else new
 
         for hop, k, v in _keys(way, t):
@@ -250,7 +250,8 @@ class Backward:
         outs = self.outs[0][rows[1]], self.outs[1][rows[0]]
         grads = [x if x is None else x[at] for x, at in zip(self.grads, (rows[1], rows[0]))]
         part = self.way.part(self.t, k, v, block, first)
-        found = dict(zip(needs_grad, run_pass.backward(ATTENTION, *part, outs, grads, needs_grad)))
+        found = run_pass.run(BACKWARD, ATTENTION, *part, (grads, outs), needs_grad)
+        found = dict(zip(needs_grad, found))
         for name, x in found.items():
             if name in ("k", "v"):
                 moving[name == "v"][:, :, block.of_owner] += x

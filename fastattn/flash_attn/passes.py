@@ -21,7 +21,7 @@ from torch import Tensor
 from ..api import draw_seed, prepare, prepare_packed
 from ..call.spec import Options, Tensors
 from ..dispatch import run_pass
-from ..dispatch.operation import ATTENTION
+from ..dispatch.operation import ATTENTION, BACKWARD
 from .checks import in_their_names
 from .translation import Arguments, arguments_of, changed, dense, packed
 
@@ -227,9 +227,8 @@ def _gradients(
     """Gradients of q, k and v, as (B,H,·,·). outs: out and LSE, of these keys or of more."""
     out, lse = outs
     known = out, torch.stack([lse, torch.zeros_like(lse)])
-    return run_pass.backward(
-        ATTENTION, t, o._replace(grad=True), known, (dout, None), ("q", "k", "v")
-    )
+    groups = (dout, None), known
+    return run_pass.run(BACKWARD, ATTENTION, t, o._replace(grad=True), groups, ("q", "k", "v"))
 
 
 def _write(rooms: Sequence[Tensor | None], found: Sequence[Tensor]) -> None:

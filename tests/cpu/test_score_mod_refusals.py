@@ -5,7 +5,8 @@ import torch
 
 import fastattn
 from fastattn import api
-from fastattn.dispatch.forward_arguments import flat
+from fastattn.dispatch.operation import FORWARD
+from fastattn.dispatch.run_pass import arguments
 from fastattn.score_mods.lowering import Begin, lower
 from fastattn.score_mods.mod_text import ModText
 from fastattn.score_mods.recognition import Shape
@@ -38,7 +39,7 @@ def test_nothing_outside_of_a_table_is_read():
     room = torch.full((5,), 2.0)
     t, o = api.prepare(q, k, v, {})
     t, o = t._replace(captured_floats=room[1:2]), o._replace(score_mod=lowered.text)
-    out, _ = run(*flat(t, o))
+    out, _ = run(*arguments(FORWARD, t, o))
     torch.testing.assert_close(out, fastattn.attention(q, k, v))  # 2 is added to each score
 
 
@@ -60,7 +61,7 @@ def test_operators_refuse_other_texts(case):
     q, k, v = tensors(torch.float32, grad=False)
     with pytest.raises(ValueError, match=said):
         t, o = api.prepare(q, k, v, {})
-        torch.ops.fastattn.attention(*flat(t, o._replace(score_mod=text)))
+        torch.ops.fastattn.attention(*arguments(FORWARD, t, o._replace(score_mod=text)))
 
 
 @pytest.mark.parametrize("table", ["float @0", "int @1"])
@@ -74,7 +75,7 @@ def test_operators_refuse_loads_of_no_table(table):
     t, o = api.prepare(q, k, v, {})
     o = o._replace(score_mod=f"{text}add float 0 {last}\n\n\n\n")
     with pytest.raises(ValueError, match="captured"):
-        torch.ops.fastattn.attention(*flat(t, o))
+        torch.ops.fastattn.attention(*arguments(FORWARD, t, o))
 
 
 def test_programs_of_a_call_as_text():

@@ -157,9 +157,11 @@ def packed(q, k, v):
 
 def operator(q, k, v):
     from fastattn.call.spec import Options, Tensors
-    from fastattn.dispatch.forward_arguments import flat
+    from fastattn.dispatch.operation import FORWARD
+    from fastattn.dispatch.run_pass import arguments
 
-    return torch.ops.fastattn.attention(*flat(Tensors(q, k, v), Options()))[0]
+    given = arguments(FORWARD, Tensors(q, k, v), Options())
+    return torch.ops.fastattn.attention(*given)[0]
 
 
 CALLS = {

@@ -10,8 +10,7 @@ import fastattn
 from fastattn import api
 from fastattn.call.spec import TOKENS, Feature, Tangents
 from fastattn.dispatch import run_pass
-from fastattn.dispatch.forward_arguments import flat
-from fastattn.dispatch.operation import ATTENTION, WEIGHTS
+from fastattn.dispatch.operation import ATTENTION, BACKWARD, FORWARD, JVP, SECOND, WEIGHTS
 from tests.support.backends import (
     declares,
     every_backend,
@@ -54,13 +53,13 @@ def passes_of(name, dims, dtype, orders):
     q, k, v, mask, dout = inputs(dims, dtype)
     t, o = api.prepare(q, k, v, dict(backend=name, mask=mask, causal=True), orders=orders)
     o = o._replace(grad=True)
-    outs = run_pass.forward(ATTENTION, t, o)
-    *grads, dmask = run_pass.backward(ATTENTION, t, o, outs, (dout, None), WANTS)
+    outs = run_pass.run(FORWARD, ATTENTION, t, o)
+    *grads, dmask = run_pass.run(BACKWARD, ATTENTION, t, o, ((dout, None), outs), WANTS)
     u = Tangents(q, k, v)
-    out_t, lse_t = run_pass.jvp(ATTENTION, t, o, u, outs)
-    both = run_pass.jvp(ATTENTION, t, o, u, (None, None))
-    incoming = dout, None, None, None
-    second = run_pass.second(ATTENTION, t, o, u, (*outs, out_t, lse_t), incoming, WANTS[:3])
+    out_t, lse_t = run_pass.run(JVP, ATTENTION, t, o, (u, outs))
+    both = run_pass.run(JVP, ATTENTION, t, o, (u, (None, None)))
+    groups = u, (*outs, out_t, lse_t), (dout, None, None, None)
+    second = run_pass.run(SECOND, ATTENTION, t, o, groups, WANTS[:3])
     return [outs[0], out_t, both[0], both[2]], [*grads, *second], dmask
 
 
@@ -97,8 +96,9 @@ def test_operators_and_fake_tensors_agree(order):
     t, o = api.prepare(q, k, v, {}, orders=(order, order[::-1]))
     o = o._replace(grad=True)
     operators, check = torch.ops.fastattn, torch.library.opcheck
-    check(operators.attention, flat(t, o), test_utils="test_faketensor")
-    outs = operators.attention(*flat(t, o))
+    given = tuple(run_pass.arguments(FORWARD, t, o))
+    check(operators.attention, given, test_utils="test_faketensor")
+    outs = operators.attention(*given)
     given = dout, None, *outs, *t, *o, ["q", "k", "v"]
     check(operators.attention_backward, given, test_utils="test_faketensor")
 
@@ -123,7 +123,7 @@ def test_an_invalid_order_is_refused():
     t, o = api.prepare(q, k, v, {})
     for name, wrong in (("out_order", "BHH"), ("grad_order", "bhm"), ("out_order", "")):
         with pytest.raises(ValueError, match=f"^{name}: got '{wrong}', expected the letters of"):
-            run_pass.forward(ATTENTION, t, o._replace(**{name: wrong}))
+            run_pass.run(FORWARD, ATTENTION, t, o._replace(**{name: wrong}))
     weights = t._replace(v=None, normaliser=torch.zeros(2, *q.shape[:3]))
     with pytest.raises(ValueError, match=r"^grad_order: got 'BHM', expected .* of weights"):
-        run_pass.forward(WEIGHTS, weights, o._replace(grad_order="BHM"))
+        run_pass.run(FORWARD, WEIGHTS, weights, o._replace(grad_order="BHM"))

@@ -11,8 +11,7 @@ from fastattn.backends import base
 from fastattn.call.spec import DIFFERENTIABLE, Feature, Tangents, acc_dtype
 from fastattn.call.validation import describe
 from fastattn.dispatch import run_pass
-from fastattn.dispatch.forward_arguments import flat
-from fastattn.dispatch.operation import ATTENTION, WEIGHTS
+from fastattn.dispatch.operation import ATTENTION, BACKWARD, FORWARD, JVP, WEIGHTS
 from tests.support.backends import declares, every_backend, not_interpreted, variant, variants
 from tests.support.cases import DTYPES, FEATURE, SHAPES, Dims, build
 
@@ -35,12 +34,12 @@ def run(problem, name, acc_dtype_out):
     given = {x: y for x, y in problem.kwargs.items() if x != "return_lse"}
     t, o = api.prepare(problem.q, problem.k, problem.v, given | dict(backend=name))
     o = o._replace(acc_dtype_out=acc_dtype_out, grad=True)
-    out, normaliser = run_pass.forward(ATTENTION, t, o)
+    out, normaliser = run_pass.run(FORWARD, ATTENTION, t, o)
     dlse = problem.dlse
     grads = problem.dout, None if dlse is None else torch.stack([dlse, torch.zeros_like(dlse)])
     outs = out.to(problem.q.dtype), normaliser
     needs_grad = [x for x in DIFFERENTIABLE if x in problem.needs_grad]
-    found = run_pass.backward(ATTENTION, t, o, outs, grads, needs_grad)
+    found = run_pass.run(BACKWARD, ATTENTION, t, o, (grads, outs), needs_grad)
     return dict(out=out, normaliser=normaliser) | {f"d{x}": y for x, y in zip(needs_grad, found)}
 
 
@@ -79,20 +78,19 @@ def test_a_wide_out_and_dout_are_taken(name):
     o = o._replace(acc_dtype_out=True, grad=True)
     for isa in variants(name, torch.bfloat16):
         with variant(isa):
-            outs = run_pass.forward(ATTENTION, t, o)
+            outs = run_pass.run(FORWARD, ATTENTION, t, o)
             each = [
-                run_pass.backward(ATTENTION, t, o, outs, (dout, None), ["q", "k", "v"])
+                run_pass.run(BACKWARD, ATTENTION, t, o, ((dout, None), outs), ["q", "k", "v"])
                 for dout in (problem.dout, problem.dout.float())
             ]
             assert all(torch.equal(x, y) for x, y in zip(*each))
             # With a gradient of the LSE alone.
             dlse = torch.ones_like(outs[1])
-            found = run_pass.backward(ATTENTION, t, o, outs, (None, dlse), ["v"])
+            found = run_pass.run(BACKWARD, ATTENTION, t, o, ((None, dlse), outs), ["v"])
             assert not found[0].any()
-            assert (
-                run_pass.backward(ATTENTION, t, o, outs, (None, None), ["q"])[0].dtype
-                == found[0].dtype
-            )
+            groups = (None, None), outs
+            zeros = run_pass.run(BACKWARD, ATTENTION, t, o, groups, ["q"])
+            assert zeros[0].dtype == found[0].dtype
 
 
 @not_interpreted
@@ -103,8 +101,9 @@ def test_fake_tensors_have_the_same_layout(names):
     t, o = api.prepare(problem.q, problem.k, problem.v, given)
     o = o._replace(acc_dtype_out=True, grad=True)
     operator = torch.ops.fastattn.attention
-    torch.library.opcheck(operator, flat(t, o), test_utils="test_faketensor")
-    outs = operator(*flat(t, o))
+    given = tuple(run_pass.arguments(FORWARD, t, o))
+    torch.library.opcheck(operator, given, test_utils="test_faketensor")
+    outs = operator(*given)
     needs_grad = [x for x in DIFFERENTIABLE if x in problem.needs_grad]
     back = problem.dout, None, *outs, *t, *o, needs_grad
     torch.library.opcheck(torch.ops.fastattn.attention_backward, back, test_utils="test_faketensor")
@@ -139,6 +138,6 @@ def test_calls_without_unrounded_outputs():
         with pytest.raises(
             ValueError, match="acc_dtype_out: got True, expected False of weights and"
         ):
-            run_pass.forward(op, *call)
+            run_pass.run(FORWARD, op, *call)
     with pytest.raises(NotImplementedError, match="unrounded results have no derivative but"):
-        run_pass.jvp(ATTENTION, t, o, Tangents(x), (None, None))
+        run_pass.run(JVP, ATTENTION, t, o, (Tangents(x), (None, None)))

@@ -6,9 +6,8 @@ from torch.func import vmap
 
 import fastattn
 from fastattn.backends import base
-from fastattn.backends.native import marshalling
 from fastattn.call.spec import Options, Tensors
-from fastattn.dispatch import operation, vmap_fold
+from fastattn.dispatch import operation, run_pass, vmap_fold
 from tests.support import vmap_dropout
 from tests.support.backends import (
     DECLARED,
@@ -118,7 +117,7 @@ def test_a_plan_includes_the_repeats():
             dropout_batch_period=again[0],
             dropout_head_period=again[1],
         )
-        out, _ = operation.run_forward(operation.ATTENTION, t, o, marshalling.kind(t))
+        out, _ = run_pass.run(operation.FORWARD, operation.ATTENTION, t, o)
         kept = fastattn.reference.keep_mask((4, 4, 3, 3), 0.5, 5, again=again)
         assert torch.equal(out != 0, kept), again
 

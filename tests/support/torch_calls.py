@@ -3,7 +3,8 @@
 import torch
 
 from fastattn.call.spec import Options, Tensors
-from fastattn.dispatch.forward_arguments import flat
+from fastattn.dispatch.operation import FORWARD
+from fastattn.dispatch.run_pass import arguments
 
 
 def rand(*shape, dtype=torch.float64, seed=0):
@@ -43,7 +44,7 @@ def op_arguments(grads=True, v=True, normaliser=False, average=False):
     beside = dict(mask=mask, key_lengths=torch.tensor([7, 5]), sinks=sinks, seed=torch.tensor([3]))
     t = Tensors(q, k, value if v else None, **beside, normaliser=given)
     o = Options(scale=0.5, causal="top_left", left=4, softcap=2.0, dropout_p=0.25, grad=grads)
-    return flat(t, o._replace(average_heads=average))
+    return tuple(arguments(FORWARD, t, o._replace(average_heads=average)))
 
 
 def close(a, b):

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.testing
 
 import fastattn
-from fastattn.dispatch.forward_arguments import pair
+from fastattn.dispatch.library_ops import split
 from tests.support.marks import parametrize
 from tests.support.torch_calls import everything, inputs, op_arguments, rand
 
@@ -46,13 +46,13 @@ def test_opcheck_of_the_backward_operators():
     ):
         torch.library.opcheck(
             torch.ops.fastattn.attention_backward.default,
-            (dout, given, out, normaliser, *itertools.chain(*pair(t)), needs_grad),
+            (dout, given, out, normaliser, *itertools.chain(*split(t)), needs_grad),
         )
     t = op_arguments(False, v=False, normaliser=True, average=True)
     weights = torch.ops.fastattn.weights(*t)
     torch.library.opcheck(
         torch.ops.fastattn.weights_backward.default,
-        (weights, weights, *itertools.chain(*pair(t)), ["q", "k", "mask", "sinks"]),
+        (weights, weights, *itertools.chain(*split(t)), ["q", "k", "mask", "sinks"]),
     )
 
 

@@ -11,7 +11,8 @@ from torch.func import grad, jvp
 import fastattn
 from fastattn import api
 from fastattn.call.spec import DIFFERENTIABLE
-from fastattn.dispatch.forward_arguments import flat
+from fastattn.dispatch.operation import FORWARD
+from fastattn.dispatch.run_pass import arguments
 from tests.support.marks import parametrize
 from tests.support.torch_calls import everything, inputs, op_arguments, rand
 
@@ -165,7 +166,7 @@ def test_operators_refuse_results_of_other_calls(suffix, at, other):
     q, k, v = (torch.randn(1, 2, n, 8) for n in (5, 7, 7))
     t, o = api.prepare(q, k, v, dict(backend="cpu"))
     o = o._replace(grad=True)
-    outs = torch.ops.fastattn.attention(*flat(t, o))
+    outs = torch.ops.fastattn.attention(*arguments(FORWARD, t, o))
     out, lse = outs[0], outs[1][0]
     u, none = (q, *(None,) * (len(DIFFERENTIABLE) - 1)), (None,) * 2
     given = {

@@ -10,7 +10,7 @@ from torch.profiler import ExecutionTraceObserver, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn.dispatch import profiler_events
+from fastattn.dispatch import run_pass
 from tests.support.backends import not_interpreted
 from tests.torch_api.test_torch_profiler import (
     CPU,
@@ -56,7 +56,7 @@ def test_the_old_profiler():
 @pytest.mark.skipif(not torch.profiler.itt.is_available(), reason="torch was built without ITT")
 def test_emit_itt():
     with torch.autograd.profiler.emit_itt():
-        assert profiler_events.recording()
+        assert run_pass.recording()
         fastattn.attention(*tensors())
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_recorded_without_a_profiler(monkeypatch):
     def refuse(*args):
         raise AssertionError("an event without a profiler")
 
-    monkeypatch.setattr(profiler_events, "_RecordFunctionFast", refuse)
+    monkeypatch.setattr(run_pass, "_RecordFunctionFast", refuse)
     given = [x.requires_grad_() for x in tensors()]
     fastattn.attention(*given).sum().backward()
     with torch.no_grad():
