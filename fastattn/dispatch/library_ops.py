@@ -200,7 +200,7 @@ def _keep_whole_in_inductor(operator: torch._ops.OpOverload) -> None:
 
 
 def _save(which: Pass, op: Operation, ctx, inputs, output) -> None:
-    """Save the tensors, and the results of passes whose derivatives take them."""
+    """Save the tensors, and the results that a derivative takes: those of `FORWARD` and `JVP`."""
     groups, t, o, needs_grad = _split(which, op, inputs)
     tensors = [*(x for group in groups for x in group), *t]
     ctx.call, ctx.count = PassCall(which, op, o, needs_grad), len(tensors)

@@ -1,7 +1,7 @@
 """Run a pass: on the kernels directly, or as the registered operator if a mode is active.
 
-Every way of a call ends here: `dispatcher` for plain calls and autograd, `functorch`, and the
-operators, whose kernels call `Pass.run` themselves because the dispatcher has recorded them.
+Every way of a call ends in `Pass.run`: plain calls, autograd and `functorch` through this file, the
+operators at once, because the dispatcher has recorded them.
 
 Events of torch's profilers. The dispatcher records an event for each operator that it calls. A
 kernel that is called directly records the event of its operator itself: the same name, the same
