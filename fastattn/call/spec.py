@@ -94,7 +94,7 @@ class Argument(NamedTuple):
     """The properties of one tensor.
 
     shapes: its dimensions as letters, "B H M D"; several if the caller has the choice; "" for one
-        element of any shape. With `broadcast`, any shape that broadcasts to the one given. A packed
+        element of any shape. If it is passed as "broadcast", any shape that broadcasts. A packed
         tensor has the rows or keys of all sequences, T or S, in place of M or N, and 1 for B. Keys
         and values in pages have the number of pages for B, and the rows of a page for N. Bk and Nk
         are k's sizes for B and N.
@@ -108,12 +108,15 @@ class Argument(NamedTuple):
     shapes: tuple[str, ...]
     dtype: str
     passed_as: str
-    name: str = ""  # set from the field of `Tensors`
     feature: Feature = Feature.NONE
+    name: str = ""  # set from the field of `Tensors`
     gradient: bool = False
-    broadcast: bool = False
     field: str = ""  # the name in FaParams, if it is not that of `NATIVE_NAMES`
     optional: bool = True
+
+    @property
+    def broadcast(self) -> bool:
+        return self.passed_as == "broadcast"
 
     def counts_items(self, x: Tensor) -> bool:
         """True if the first dimension of x is that of the items."""
@@ -121,74 +124,63 @@ class Argument(NamedTuple):
         return any(each[0] == "B" and len(each) == x.ndim for each in letters if each)
 
 
+Given = Tensor | None
+
+
 class Tensors(NamedTuple):
     """The tensors of a call. Strides are free; nothing here is copied or expanded.
 
     The weights passes have no `v`; the attention passes have no `normaliser`, which they return.
+    mask is bool (True = may attend) or additive. cu_q and cu_k, of a packed batch, are the first
+    row and key of each sequence, then T and S; block_table has the pages of each sequence; k_scale
+    and v_scale are the factors of rows in eight bits. captured_floats, captured_ints and
+    mask_blocks, the class of each block of 32 rows and 64 keys, are those of a score_mod and a
+    mask_mod (`score_mods.lowering`).
     """
 
     q: Annotated[Tensor, Argument(("B H M D",), "q", "strided", gradient=True)]
     k: Annotated[Tensor, Argument(("B Hk N D",), "kv", "strided", gradient=True)]
-    v: Annotated[Tensor | None, Argument(("B Hk N Dv",), "kv", "strided", gradient=True)]
-    mask: Annotated[  # bool (True = may attend) or additive
-        Tensor | None,
-        Argument(
-            ("B H M N",), "mask", "broadcast", feature=Feature.MASK, gradient=True, broadcast=True
-        ),
+    v: Annotated[Given, Argument(("B Hk N Dv",), "kv", "strided", gradient=True)]
+    mask: Annotated[
+        Given, Argument(("B H M N",), "mask", "broadcast", Feature.MASK, gradient=True)
     ] = None
-    key_lengths: Annotated[
-        Tensor | None, Argument(("B",), "integer", "pointer", feature=Feature.LENGTHS)
-    ] = None
-    alibi_slopes: Annotated[
-        Tensor | None, Argument(("H", "B H"), "floating", "column", feature=Feature.ALIBI)
-    ] = None
+    key_lengths: Annotated[Given, Argument(("B",), "integer", "pointer", Feature.LENGTHS)] = None
+    alibi_slopes: Annotated[Given, Argument(("H", "B H"), "floating", "column", Feature.ALIBI)] = (
+        None
+    )
     sinks: Annotated[
-        Tensor | None,
-        Argument(("H",), "floating", "column", feature=Feature.SINKS, gradient=True),
+        Given, Argument(("H",), "floating", "column", Feature.SINKS, gradient=True)
     ] = None
-    seed: Annotated[Tensor | None, Argument(("",), "int64", "pointer")] = None  # for dropout
-    cu_q: Annotated[  # packed batch: the first row of each sequence, then T
-        Tensor | None, Argument(("B+1",), "integer", "pointer", feature=Feature.PACKED)
-    ] = None
-    cu_k: Annotated[
-        Tensor | None, Argument(("B+1",), "integer", "pointer", feature=Feature.PACKED)
-    ] = None
-    block_table: Annotated[  # packed batch: the pages of each sequence's keys and values
-        Tensor | None, Argument(("B blocks",), "integer", "pointer", feature=Feature.PAGED)
-    ] = None
-    k_scale: Annotated[  # packed batch with k in eight bits: the factor of each row
-        Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
-    ] = None
-    v_scale: Annotated[
-        Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
-    ] = None
-    captured_floats: Annotated[  # of a score_mod and a mask_mod: `score_mods.lowering`
-        Tensor | None,
-        Argument(
-            ("floats",),
-            "acc",
-            "pointer",
-            feature=Feature.SCORE_MOD,
-            gradient=True,
-            field="floats",
-        ),
+    seed: Annotated[Given, Argument(("",), "int64", "pointer")] = None  # for dropout
+    cu_q: Annotated[Given, Argument(("B+1",), "integer", "pointer", Feature.PACKED)] = None
+    cu_k: Annotated[Given, Argument(("B+1",), "integer", "pointer", Feature.PACKED)] = None
+    block_table: Annotated[Given, Argument(("B blocks",), "integer", "pointer", Feature.PAGED)] = (
+        None
+    )
+    k_scale: Annotated[Given, Argument(("Bk Hk Nk",), "float32", "column", Feature.QUANTISED)] = (
+        None
+    )
+    v_scale: Annotated[Given, Argument(("Bk Hk Nk",), "float32", "column", Feature.QUANTISED)] = (
+        None
+    )
+    captured_floats: Annotated[
+        Given,
+        Argument(("floats",), "acc", "pointer", Feature.SCORE_MOD, gradient=True, field="floats"),
     ] = None
     captured_ints: Annotated[
-        Tensor | None,
-        Argument(("ints",), "int64", "pointer", feature=Feature.SCORE_MOD, field="ints"),
+        Given, Argument(("ints",), "int64", "pointer", Feature.SCORE_MOD, field="ints")
     ] = None
-    mask_blocks: Annotated[  # of a mask_mod: the class of each block of 32 rows and 64 keys
-        Tensor | None,
+    mask_blocks: Annotated[
+        Given,
         Argument(
             ("B H block_rows block_keys",),
             "int8",
             "broadcast",
-            feature=Feature.SCORE_MOD,
-            broadcast=True,
+            Feature.SCORE_MOD,
             field="classes",
         ),
     ] = None
-    normaliser: Annotated[Tensor | None, Argument(("2 B H M",), "acc", "pair", field="lse")] = None
+    normaliser: Annotated[Given, Argument(("2 B H M",), "acc", "pair", field="lse")] = None
 
     def given(self, name: str) -> Tensor:
         """The tensor of that name, which must not be None."""
@@ -502,9 +494,7 @@ class AttentionSpec:
     average_heads: bool = False
     constant_lse: bool = False
     row_invariant: bool = False
-    acc_dtype_out: bool = (
-        False  # out and gradients are stored in `acc_dtype`, not in their own dtype
-    )
+    acc_dtype_out: bool = False  # out and gradients are stored in `acc_dtype`
     out_order: str = TOKENS
     grad_order: str = TOKENS
     at_row: int = 0
@@ -609,10 +599,8 @@ class AttentionSpec:
 BLOCK_ROWS, BLOCK_KEYS = 32, 64  # of a block that `mask_blocks` has a class for
 # The position of the call in a larger one.
 PLACED = ("at_row", "at_key", "at_head", "at_item", "rows_after", "keys_after")
-DROPOUT_PERIODS = (
-    "dropout_batch_period",
-    "dropout_head_period",
-)  # whole numbers, too, but last in FaParams
+# Whole numbers, too, but last in FaParams.
+DROPOUT_PERIODS = ("dropout_batch_period", "dropout_head_period")
 # The scalars for kernels behind csrc/abi.h, in the order of FaParams. It has `threads` between the
 # WHOLE and the REAL ones.
 WHOLE = (
