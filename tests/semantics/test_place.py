@@ -12,6 +12,7 @@ import torch
 
 import fastattn
 from fastattn import Place
+from fastattn.call.spec import ARGUMENTS
 from tests.support.backends import (
     declares,
     every_backend,
@@ -29,15 +30,12 @@ AXES = ("item", "head", "row", "key")  # of (B,H,M,N)
 # Cuts inside tiles and inside groups of four keys that draw together. Heads are key heads.
 CUTS = {"item": (1,), "head": (1, 2), "row": (13, 14, 30), "key": (7, 30)}
 DIMS = Dims(3, 3, 3, 37, 51, 8, 8)
-# {tensor: {axis: its dimension}}.
+LETTERS = {"B": "item", "H": "head", "Hk": "head", "M": "row", "N": "key"}
+# {tensor: {axis: its dimension, from the last}}.
 LIES = {
-    "q": dict(item=0, head=1, row=2),
-    "k": dict(item=0, head=1, key=2),
-    "v": dict(item=0, head=1, key=2),
-    "mask": dict(item=-4, head=-3, row=-2, key=-1),
-    "alibi_slopes": dict(item=-2, head=-1),
-    "sinks": dict(head=0),
-    "key_lengths": dict(item=0),
+    name: {LETTERS[x]: at - len(letters) for at, x in enumerate(letters) if x in LETTERS}
+    for name, argument in ARGUMENTS.items()
+    if (letters := argument.shapes[-1].split())
 }
 CROSSED = (
     "bottom_right lengths dropout",
