@@ -45,26 +45,6 @@ def of_cuda(kernels: list[ptxas.Kernel]) -> x86.Counts:
     return x86.Counts(ptxas.version(), loops)
 
 
-def recorded(compiler: str) -> x86.Counts:
-    """The record of this compiler, or of another version of it."""
-    name, every = compiler.split()[0], budgets.read(RECORD)
-    known = sorted(x for x in every if x.split(":")[0].split()[0] == name)
-    version = compiler if any(x.startswith(f"{compiler}:") for x in known) else ""
-    version = version or (known[0].split(":")[0] if known else "none")
-    groups = {x.split(": ")[1]: y for x, y in every.items() if x.startswith(f"{version}:")}
-    return x86.Counts(version, {f"{x} {y}": n for x, of in groups.items() for y, n in of.items()})
-
-
-def accept(every: list[x86.Counts]) -> None:
-    """A line for each compiler and chip."""
-    groups: budgets.Groups = {}
-    for counts in every:
-        for name, n in counts.instructions.items():
-            arch, _, rest = name.partition(" ")
-            groups.setdefault(f"{counts.compiler}: {arch}", {})[rest] = n
-    budgets.write(RECORD, groups)
-
-
 def check(accepted: bool = False) -> int:
     """Status 1 for a fault. Raises ValueError if nothing can be compiled here."""
     missing = [] if importlib.util.find_spec("triton") else ["triton"]
@@ -73,14 +53,5 @@ def check(accepted: bool = False) -> int:
         raise ValueError(f"instructions --gpu: not found: {', '.join(missing)}")
     kernels = [k for folder in ptxas.OF_FOLDER for k in ptxas.compile_all(folder)]
     wrong = ptxas.faults(kernels, budgets.read(ptxas.BUDGET))
-    every = [of_cuda(kernels), of_triton()]
-    if accepted:
-        accept(every)
-    for counts in every:
-        old = recorded(counts.compiler)
-        verdicts = x86.compare(counts, old)
-        print(x86.HEAD, *verdicts, sep="\n")
-        print(f"compiled by {counts.compiler}, the record's by {old.compiler}")
-        wrong += [str(x) for x in verdicts if x.word in x86.FAULTS]
-    print(*wrong, f"{len(wrong)} faults", sep="\n")
-    return int(bool(wrong))
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    return x86.judged([of_cuda(kernels), of_triton()], RECORD, accepted) or int(bool(wrong))

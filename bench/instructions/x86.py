@@ -17,15 +17,17 @@ Counts do not show the cost of an instruction (cache misses, dependent chains): 
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fastattn.backends.native import libraries
+
+from ..static_gpu import budgets
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "x86.json"
@@ -148,30 +150,50 @@ def judge(new: int | None, old: int | None, allowed: float) -> str:
     return "more" if new > old else "fewer"
 
 
-def recorded() -> Counts:
-    return Counts(**json.loads(RECORD.read_text())) if RECORD.exists() else Counts("none", {})
+def recorded(compiler: str, record: Path) -> Counts:
+    """The record of this compiler, or of another version of it, or else of any."""
+    every = {tuple(x.split(": ")): y for x, y in budgets.read(record).items()}
+    versions = sorted({x for x, _ in every})
+    near = [x for x in versions if x.split()[0] == compiler.split()[0]]
+    found = compiler if compiler in versions else next(iter(near), "none")
+    names = {f"{x} {y}": n for (v, x), of in every.items() if v == found for y, n in of.items()}
+    return Counts(found, names)
 
 
-def accept(counts: Counts) -> None:
-    """Write the counts as the record."""
-    RECORD.write_text(json.dumps(counts._asdict(), indent=2) + "\n")
+def accept(every: Iterable[Counts], record: Path) -> None:
+    """Write the counts as the record: a line for each compiler and instruction set or chip."""
+    groups: budgets.Groups = {}
+    for counts in every:
+        for name, n in counts.instructions.items():
+            where, _, case = name.partition(" ")
+            groups.setdefault(f"{counts.compiler}: {where}", {})[case] = n
+    budgets.write(record, groups)
+
+
+def judged(every: Sequence[Counts], record: Path, accepted: bool) -> int:
+    """Print the verdicts, and make the counts the record if they are accepted. Status 1 if there is
+    a fault."""
+    olds = [recorded(counts.compiler, record) for counts in every]
+    faults = changes = 0
+    for got, old in zip(every, olds, strict=True):
+        verdicts = compare(got, old)
+        wrong = sum(v.word in FAULTS for v in verdicts)
+        changed = sum(v.word == "fewer" for v in verdicts)
+        print(HEAD, *verdicts, sep="\n")
+        print(f"compiled by {got.compiler}, the record's by {old.compiler}")
+        allowed = tolerance(got, old)
+        print(f"{wrong} faults, {changed} with fewer instructions; tolerance {allowed:.0%}")
+        faults, changes = faults + wrong, changes + changed
+    if accepted:
+        accept(every, record)
+        return 0
+    if faults or changes:
+        print(f"If the change is meant, --accept writes these counts to {record}.")
+    return int(bool(faults))
 
 
 def check(accepted: bool = False) -> int:
-    """Status 1 if there is a fault, unless these counts become the record. Raises ValueError if
-    nothing can be counted here."""
+    """Raises ValueError if nothing can be counted here."""
     if reason := unavailable():
         raise ValueError(f"instructions: {reason}")
-    got, old = counted(), recorded()
-    verdicts = compare(got, old)
-    wrong = sum(v.word in FAULTS for v in verdicts)
-    changed = sum(v.word == "fewer" for v in verdicts)
-    print(HEAD, *verdicts, sep="\n")
-    print(f"compiled by {got.compiler}, the record's by {old.compiler}")
-    print(f"{wrong} faults, {changed} with fewer instructions; tolerance {tolerance(got, old):.0%}")
-    if accepted:
-        accept(got)
-        return 0
-    if wrong or changed:
-        print(f"If the change is meant, --accept writes these counts to {RECORD}.")
-    return int(bool(wrong))
+    return judged([counted()], RECORD, accepted)

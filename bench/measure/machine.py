@@ -25,7 +25,6 @@ RESULTS = ROOT / "bench" / "results"
 SETTINGS = re.compile(
     r"^(OMP|MKL|ONEDNN|DNNL|KMP|GOMP|ATEN)_|^FASTATTN_(CPU_ISA|FLOAT32)$|^CUDA_VISIBLE_DEVICES$"
 )
-AMX, FULL, HALF, NARROW = "AMX", "full-width AVX-512", "half-width AVX-512", "AVX2 or less"
 WIDEST = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX-512, no AMX",
@@ -94,16 +93,6 @@ def words(machine: dict[str, Any]) -> str:
         return name if re.search(r"\d", name) else f"{name}{tiles}, model hidden"
     amx = ", AMX" if cpu["amx"] else ""
     return f"{found.maker} {found.name}, {found.vector_bits}-bit units{amx}"
-
-
-def units(cpu: dict[str, Any]) -> str:
-    """The class of a CPU, by its fastest units. Targets are set per class."""
-    if cpu["amx"] and not WITHOUT_TILES.keys() & os.environ.keys():
-        return AMX
-    if not any("avx512" in isa for isa in cpu["isas"]):
-        return NARROW
-    found = chip(cpu["vendor"], cpu["family"], cpu["number"])
-    return HALF if found and found.vector_bits < 512 else FULL
 
 
 def kind(machine: dict[str, Any]) -> str:

@@ -1,17 +1,10 @@
-"""The loop: verify each pass of a case, time it if it is right, yield one record per cell.
-
-A contender is a peer on a case. In a sweep all contenders of a cell share the case; a target may
-also compare two of our own calls. In both uses `race` verifies and times the contenders.
-"""
+"""The loop: verify each pass of a case, time it if it is right, yield one record per cell."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +22,6 @@ from .verify import Judge, Verdict, differentiable
 
 PARTS = {FORWARD: (0,), BACKWARD: (1,), TRAINING: (0, 1)}  # phases of a program in each pass
 IDENTITY = ("dtype", "mask", "B", "H", "Hk", "M", "N", "D", "strided")
-
-
-class Contender(NamedTuple):
-    """`around` is a context for its measurements: a thread count or an instruction set."""
-
-    peer: Peer
-    case: Case
-    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 class Lap(NamedTuple):
@@ -99,8 +84,7 @@ def _cells_of(
     for whats in ([FORWARD] * (FORWARD in passes), trained):
         if not whats:
             continue
-        contenders = {name: Contender(peer, case) for name, peer in peers.items()}
-        heat = race(contenders, whats[0], clocks, seconds, {case: judge}, lost)
+        heat = race(peers, case, whats[0], clocks, seconds, judge, lost)
         for what in whats:
             record = _record(case, what, heat, limits)
             if case.device == "cuda":
@@ -165,32 +149,32 @@ def _named_cells(
 
 
 def race(
-    contenders: Mapping[str, Contender],
+    peers: Mapping[str, Peer],
+    case: Case,
     what: str,
     clocks: Sequence[tuple[int | None, timing.Clock]],
     seconds: float,
-    judges: Mapping[Case, Judge],
+    judge: Judge,
     lost: Mapping[str, str] | None = None,
 ) -> Heat:
-    """Verify each contender that is not in `lost`, then time those that passed, in interleaved
-    rounds. Nothing is timed if the subject failed."""
+    """Verify each peer that is not in `lost`, then time those that passed, in interleaved rounds.
+    Nothing is timed if the subject failed."""
     verdicts = {}
-    for name, (peer, case, around) in contenders.items():
+    for name, peer in peers.items():
         if reason := (lost or {}).get(name):
             verdicts[name] = Verdict(reason)
             continue
-        with isolated_process.at(name), around():
-            verdicts[name] = judges[case](peer, what)
-    scope = judges[contenders[SUBJECT].case].oracle.scope(what)
-    passed = {name: c for name, c in contenders.items() if not verdicts[name].reason}
+        with isolated_process.at(name):
+            verdicts[name] = judge(peer, what)
+    scope = judge.oracle.scope(what)
     programs = {}
-    if SUBJECT in passed:
-        programs = {n: program(c, what, judges[c.case].oracle.inputs) for n, c in passed.items()}
-    arounds = {name: functools.partial(_around, name, c.around) for name, c in passed.items()}
+    if not verdicts[SUBJECT].reason:
+        passed = (name for name in peers if not verdicts[name].reason)
+        programs = {x: program(peers[x], case, what, judge.oracle.inputs) for x in passed}
     laps, hosts = [], {}
     for threads, clock in clocks:
         with timing.torch_threads(threads), torch.set_grad_enabled(what != FORWARD):
-            samples, reasons = timed(programs, clock, seconds, arounds)
+            samples, reasons = timed(programs, clock, seconds)
         verdicts |= {name: Verdict(reason) for name, reason in reasons.items()}
         if SUBJECT not in samples:
             return Heat(verdicts, [], scope, {})
@@ -200,21 +184,16 @@ def race(
 
 
 def timed(
-    programs: Mapping[str, timing.Program],
-    clock: timing.Clock,
-    seconds: float,
-    arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+    programs: Mapping[str, timing.Program], clock: timing.Clock, seconds: float
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
     """Samples of `timing.interleaved` for programs that do not raise, and the others' errors."""
     left, reasons = dict(programs), {}
     while left:
         try:
-            return timing.interleaved(left, clock, seconds, arounds), reasons
+            return timing.interleaved(left, clock, seconds), reasons
         except timing.Failed as failed:
-            name, reason = (
-                failed.name,
-                f"{isolated_process.one_line(failed.__cause__ or failed)}, while timed",
-            )
+            name, error = failed.name, failed.__cause__ or failed
+            reason = f"{isolated_process.one_line(error)}, while timed"
         with isolated_process.at(name):
             isolated_process.recover(reason)
         reasons[name] = reason
@@ -222,15 +201,8 @@ def timed(
     return {}, reasons
 
 
-@contextlib.contextmanager
-def _around(name: str, around: Callable[[], AbstractContextManager[Any]]) -> Generator[None]:
-    with isolated_process.at(name), around():
-        yield
-
-
-def program(contender: Contender, what: str, inputs: Any) -> timing.Program:
-    case = contender.case
-    call = contender.peer.prepare(case)
+def program(peer: Peer, case: Case, what: str, inputs: Any) -> timing.Program:
+    call = peer.prepare(case)
     if what == FORWARD:
         return (lambda _: call(inputs),)
     inputs = differentiable(case, inputs)

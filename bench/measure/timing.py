@@ -11,11 +11,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from . import isolated_process
 
 # A program is a chain of phases. Each gets the result of the one before, and is timed separately.
 Phase = Callable[[Any], Any]
@@ -161,17 +162,12 @@ def torch_threads(count: int | None) -> Generator[None, None, None]:
 
 
 def interleaved(
-    programs: Mapping[str, Program],
-    clock: Clock,
-    seconds: float,
-    arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+    programs: Mapping[str, Program], clock: Clock, seconds: float
 ) -> dict[str, list[list[float]]]:
-    """name -> rounds -> seconds per phase, in about `seconds` in total. Every sample of a program
-    is taken inside its context of `arounds`. Raises Failed."""
-    inside = arounds or dict.fromkeys(programs, contextlib.nullcontext)
+    """name -> rounds -> seconds per phase, in about `seconds` in total. Raises Failed."""
 
     def sample(name: str, count: int) -> list[float]:
-        with inside[name]():
+        with isolated_process.at(name):
             try:
                 return clock.sample(programs[name], count)
             except Exception as error:

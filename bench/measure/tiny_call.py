@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..cases import FORWARD, TRAINING, Case
 from ..peers.registry import BASELINE, PEERS, Peer
 from . import isolated_process, timing
 from .records import ratio
-from .run import Contender, program, timed
+from .run import program, timed
 from .verify import Judge
 
 CALLS = 20  # one sample is this many calls
@@ -54,20 +53,19 @@ def _measure(
     case = Case(device, "float32", "full", B=1, H=2, N=8, D=16)
     clocks = [(None, timing.WALL_TIME)] if device == "cuda" else timing.clocks(device, threads)
     timings, errors = [], dict.fromkeys(peers, "")
-    arounds = {name: functools.partial(isolated_process.at, name) for name in peers}
     for what in (FORWARD, TRAINING):
         judge = Judge(case, gradients=what != FORWARD)
         for name, peer in peers.items():
             with isolated_process.at(name):
                 errors[name] = errors[name] or judge(peer, what).reason
         programs = {
-            name: (_calls(Contender(peer, case), what, judge.oracle.inputs),)
+            name: (_calls(program(peer, case, what, judge.oracle.inputs)),)
             for name, peer in peers.items()
             if not errors[name]
         }
         for count, clock in clocks:
             with timing.torch_threads(count), torch.set_grad_enabled(what != FORWARD):
-                samples, failed = timed(programs, clock, 0.3, arounds)
+                samples, failed = timed(programs, clock, 0.3)
             errors |= failed
             laps = {name: [x[0] / CALLS for x in rounds] for name, rounds in samples.items()}
             row = {name: _microseconds(laps, name) for name in laps}
@@ -78,9 +76,7 @@ def _measure(
     return {"case": "B1 H2 N8 D16 float32", "timings": timings, "errors": errors}
 
 
-def _calls(contender: Contender, what: str, inputs: Any) -> timing.Phase:
-    phases = program(contender, what, inputs)
-
+def _calls(phases: timing.Program) -> timing.Phase:
     def calls(_: Any) -> None:
         for _ in range(CALLS):
             value = None

@@ -162,20 +162,6 @@ def test_phases_are_timed_separately_and_pass_on_their_results():
     assert clock.sample(program, 1) == [1.0, 3.0]
 
 
-def test_a_setting_is_in_force_only_while_its_program_runs():
-    seen: dict[str, set[int]] = {"one": set(), "all": set()}
-    programs = {
-        name: (lambda _, name=name: seen[name].add(torch.get_num_threads()),) for name in seen
-    }
-    before = torch.get_num_threads()
-    arounds = {
-        "one": lambda: timing.torch_threads(1),
-        "all": lambda: timing.torch_threads(before),
-    }
-    timing.interleaved(programs, timing.WALL_TIME, 0.0, arounds)
-    assert seen == {"one": {1}, "all": {before}} and torch.get_num_threads() == before
-
-
 def test_useful_flops():
     full, causal = case(B=2, H=3, N=8), case("causal", B=2, H=3, N=8)
     assert full.flops(FORWARD) == 4 * 8 * 8 * 16 * 6

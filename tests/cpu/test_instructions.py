@@ -51,7 +51,7 @@ def test_a_program_without_the_call_has_no_count():
 
 def test_the_record_counts_work_saved_by_features():
     """Vectors twice as wide, and keys that no row sees, reduce the recorded counts."""
-    counts = instructions.recorded().instructions
+    counts = instructions.recorded("GCC", instructions.RECORD).instructions
     for name in counts:
         isa, case = name.split(" ", 1)
         assert counts[f"avx2 {case}"] < counts[f"generic {case}"]
@@ -111,7 +111,7 @@ def counting(monkeypatch, tmp_path):
     """A function that sets the next counts; the record file is a copy of RECORD."""
     monkeypatch.setattr(instructions, "RECORD", tmp_path / "record.json")
     monkeypatch.setattr(instructions, "unavailable", lambda: None)
-    instructions.accept(RECORD)
+    instructions.accept([RECORD], instructions.RECORD)
 
     def count(counts: dict[str, int]) -> None:
         counts = RECORD.instructions | counts
