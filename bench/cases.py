@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
 @dataclass(frozen=True)
 class Case:
     """q is (B, H, M, D), k and v are (B, Hk, N, D); mask is a key of MASKS. M = 0 means N, and
-    Hk = 0 means H. `strided` stores tensors as (B, N, H, D), as a projection returns them."""
+    Hk = 0 means H."""
 
     device: str
     dtype: str
@@ -42,7 +42,6 @@ class Case:
     D: int
     Hk: int = 0
     M: int = 0
-    strided: bool = False
 
     def __post_init__(self):
         if self.B != 1 and self.rule.learned:
@@ -53,8 +52,7 @@ class Case:
     def __str__(self) -> str:
         heads = "" if self.Hk == self.H else f" Hk{self.Hk}"
         rows = "" if self.M == self.N else f" M{self.M}"
-        how = " strided" if self.strided else ""
-        return f"{self.dtype} H{self.H}{heads}{rows} D{self.D} N{self.N} {self.mask}{how}"
+        return f"{self.dtype} H{self.H}{heads}{rows} D{self.D} N{self.N} {self.mask}"
 
     @property
     def rule(self) -> Mask:
@@ -78,7 +76,7 @@ class Case:
         j = torch.arange(self.N, device=self.device)
         left, right = self.rule.left, self.rule.right
         hidden = self.N - self.lengths()[:, None, None, None]
-        keep = j >= hidden if self.rule.at_start else j < self.N - hidden
+        keep = j < self.N - hidden
         if left is not None:
             keep = keep & (j >= i - left)
         if right is not None:
@@ -109,7 +107,7 @@ class Case:
         """How many (row, key) pairs of one head the mask keeps, over all items."""
         i = torch.arange(self.M)[:, None]
         hidden = self.N - self.lengths().cpu()
-        first, last = (hidden, self.N) if self.rule.at_start else (0 * hidden, self.N - hidden)
+        first, last = 0 * hidden, self.N - hidden
         if self.rule.left is not None:
             first = torch.maximum(first, i - self.rule.left)
         if self.rule.right is not None:
@@ -121,7 +119,7 @@ class Case:
         return 2.0 * PRODUCTS[what] * self.H * self.pairs() * self.D
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Standard normal tensors; the mask's rule may scale q, or set the bias to ALiBi's."""
+        """Standard normal tensors; the mask's rule may set the bias to ALiBi's."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -129,12 +127,9 @@ class Case:
             return x.to(DTYPES[self.dtype])
 
         def heads(count: int, rows: int) -> Tensor:
-            if self.strided:
-                return normal(self.B, rows, count, self.D).transpose(1, 2)
             return normal(self.B, count, rows, self.D)
 
         q, k, v = heads(self.H, self.M), heads(self.Hk, self.N), heads(self.Hk, self.N)
-        q = q * self.rule.peak if self.rule.peak != 1 else q
         bias = None
         if self.rule.alibi:
             i = torch.arange(self.M, device=self.device)[:, None]

@@ -9,24 +9,20 @@ WINDOW = 256  # keys that a row of the sliding window sees
 HIDDEN = 0.25  # fraction of the keys hidden by padding
 DROPOUT_P = 0.1
 SEED = 7  # of our dropout
-PEAK = 30.0  # factor of q: most of a row's probabilities are below float32's normal range
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Row i attends to the keys i - left to i + right (None: no limit) that are not padding.
-    Padding is at the end of an item, or at its start, as in batched generation."""
+    """Row i attends to the keys i - left to i + right (None: no limit) that are not padding."""
 
     left: int | None = None
     right: int | None = None
     padded: bool = False  # item b has lengths[b] keys, HIDDEN of them hidden on average
-    at_start: bool = False  # padding is at the start
     tensor: bool = False  # we too get padding as the boolean (B,1,1,N) that others take
     dense: str = ""  # "bool" or "float": every peer gets the mask as one (B,1,M,N) tensor
     biased: bool = False  # a float (1,H,M,N) is added to the scores
     learned: bool = False  # the bias gets a gradient
     alibi: bool = False  # the bias is ALiBi's, with the paper's slopes; we get the slopes
-    peak: float = 1.0  # factor of q
     dropout_p: float = 0.0
 
     @property
@@ -44,12 +40,8 @@ MASKS = {
     "dropout": Mask(dropout_p=DROPOUT_P),
     "padding mask": Mask(padded=True, tensor=True),
     "learned bias": Mask(biased=True, learned=True),
-    "peaked": Mask(peak=PEAK),
-    "causal, left padding, bool": Mask(right=0, padded=True, at_start=True, dense="bool"),
-    "causal, left padding, float": Mask(right=0, padded=True, at_start=True, dense="float"),
     "full, bool": Mask(dense="bool"),
     "causal, float": Mask(right=0, dense="float"),
     "ALiBi": Mask(biased=True, alibi=True),
 }
-SUBNORMAL = ("peaked", "causal, left padding, bool", "causal, left padding, float", "ALiBi")
 SWEPT = ("full", "causal", "window", "padding", "bias", "dropout")

@@ -66,8 +66,8 @@ def _init_error() -> str:
 
 
 def _seen() -> Iterator[Gpu]:
-    """The GPU as nvidia-smi, /proc and /dev report it, in this order."""
-    driver = driver_version()
+    """The GPU as nvidia-smi and /dev report it, in this order."""
+    driver = _driver_version()
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=60)
@@ -77,14 +77,11 @@ def _seen() -> Iterator[Gpu]:
         name, comma, version = done.stdout.partition("\n")[0].rpartition(", ")
         if done.returncode == 0 and comma:
             yield Gpu(name, version if re.fullmatch(r"\d+(\.\d+)*", version) else driver)
-    for file in sorted(PROC.glob("gpus/*/information")):
-        model = re.search(r"^Model:\s*(.+)$", file.read_text(errors="replace"), re.M)
-        yield Gpu(model[1].strip() if model else "an NVIDIA GPU", driver)
     if NODE.exists():
         yield Gpu("an NVIDIA GPU", driver)
 
 
-def driver_version() -> str:
+def _driver_version() -> str:
     try:
         text = (PROC / "version").read_text()
     except OSError:

@@ -51,7 +51,7 @@ def kinds(cases: Iterable[Case]) -> list[Case]:
     for x in cases:
         few = x.M if x.M <= tile_configs.DECODE_ROWS else 0
         odd = x.M % 16, x.N % 16
-        kind = (x.dtype, x.mask, x.D, x.H == x.Hk, x.B == 1, x.H == 1, few, odd, x.strided)
+        kind = (x.dtype, x.mask, x.D, x.H == x.Hk, x.B == 1, x.H == 1, few, odd)
         found.setdefault(kind, x)
     return list(found.values())
 

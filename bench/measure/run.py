@@ -21,7 +21,7 @@ from .roofline import Limits
 from .verify import Judge, Verdict, differentiable
 
 PARTS = {FORWARD: (0,), BACKWARD: (1,), TRAINING: (0, 1)}  # phases of a program in each pass
-IDENTITY = ("dtype", "mask", "B", "H", "Hk", "M", "N", "D", "strided")
+IDENTITY = ("dtype", "mask", "B", "H", "Hk", "M", "N", "D")
 
 
 class Lap(NamedTuple):

@@ -127,7 +127,7 @@ class Oracle:
     def judge(self, actual: dict[str, Tensor]) -> Verdict:
         """Compare what `compute` returned for this case."""
         errors = {}
-        tensor_bound, row_bound = bounds(self.case)
+        tensor_bound, row_bound = BOUNDS[self.case.dtype]
         for name, x in actual.items():
             errors[name], worst = relative_errors(self.select(x), self.expected[name])
             allowed = row_bound
@@ -170,14 +170,6 @@ class Judge:
             return verdict
         isolated_process.recover(reason)
         return Verdict(reason)
-
-
-def bounds(case: Case) -> tuple[float, float]:
-    """BOUNDS of the case. exp turns the rounding error of a float32 score, which grows with the
-    score, into a relative error of its probability."""
-    float32 = (case.rule.peak * bound for bound in BOUNDS["float32"])
-    tensor_bound, row = map(max, BOUNDS[case.dtype], float32)
-    return tensor_bound, row
 
 
 def compute(call: Call, case: Case, inputs: Inputs, what: str) -> dict[str, Tensor]:

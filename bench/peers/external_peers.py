@@ -43,8 +43,6 @@ def naive(case: Case) -> Call:
         if hidden is not None:
             s = s.masked_fill(hidden, -torch.inf)
         p = torch.softmax(s, -1)
-        if hidden is not None and rule.at_start:  # rows without a visible key
-            p = p.masked_fill(hidden, 0)
         return torch.nn.functional.dropout(p, rule.dropout_p) @ v
 
     return call
@@ -79,8 +77,7 @@ def flex(case: Case) -> Call:
     rule, lengths = case.rule, case.lengths()
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        hidden = case.N - lengths[b]
-        keep = j >= hidden if rule.at_start else j < case.N - hidden
+        keep = j < lengths[b]
         if rule.left is not None:
             keep = keep & (j >= i - rule.left)
         if rule.right is not None:
@@ -134,30 +131,6 @@ def flash_attn(case: Case) -> Call:
     left = -1 if rule.left is None else rule.left
     options = {"causal": rule.right == 0, "window_size": (left, -1), "dropout_p": rule.dropout_p}
     return lambda x: flash_attn_func(*_tokens(x), **options).transpose(1, 2)
-
-
-def xformers_why_not(case: Case, what: str) -> str:
-    if reason := _absent("xformers", case):
-        return reason
-    return "takes no grouped heads in this layout" if case.Hk != case.H else ""
-
-
-def xformers(case: Case) -> Call:
-    from xformers import ops  # ty: ignore[import-not-found]
-
-    rule, biases = case.rule, ops.fmha.attn_bias
-    given: Any = None
-    if rule.left is not None:
-        given = biases.LocalAttentionFromBottomRightMask(rule.left, rule.right)
-    elif rule.right is not None:
-        given = biases.LowerTriangularMask()
-
-    def call(x: Inputs) -> Tensor:
-        bias = given if x.bias is None else x.bias.expand(case.B, -1, -1, -1)
-        out = ops.memory_efficient_attention(*_tokens(x), attn_bias=bias, p=rule.dropout_p)
-        return out.transpose(1, 2)
-
-    return call
 
 
 def _tokens(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:

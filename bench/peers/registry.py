@@ -168,19 +168,13 @@ PEERS = {
             external_peers.flash_attn,
             external_peers.flash_attn_why_not,
         ),
-        Peer(
-            "xformers",
-            "memory_efficient_attention",
-            external_peers.xformers,
-            external_peers.xformers_why_not,
-        ),
     )
 }
 DEFAULT = {
     "cpu": (SUBJECT, BASELINE),
     "cuda": (
         *(SUBJECT, "fastattn-cuda", BASELINE, "torch-flash", "torch-efficient", "torch-cudnn"),
-        *("flash-attn", "xformers"),
+        "flash-attn",
     ),
 }
 COMPILED = ("flex",)  # some ten seconds to compile each case: only in a full sweep on a GPU

@@ -73,8 +73,8 @@ def _timings(result: Result) -> dict[tuple[str, int | None], Milliseconds]:
 
 
 def _name(cell: dict[str, Any]) -> str:
-    words = [str(cell[x]) if isinstance(cell[x], str) else f"{x}{cell[x]}" for x in IDENTITY[:-1]]
-    return " ".join([*words, *["strided"] * cell["strided"], cell["pass"]])
+    words = [str(cell[x]) if isinstance(cell[x], str) else f"{x}{cell[x]}" for x in IDENTITY]
+    return " ".join([*words, cell["pass"]])
 
 
 def _on(threads: int | None) -> str:

@@ -87,11 +87,8 @@ FORGOTTEN = {
     "dropout": {"seed": SEED + 1},
     "padding mask": {"mask": None},
     "learned bias": {"mask": None},
-    "peaked": {"scale": 0.26},
     "full, bool": {"causal": True},
     "causal, float": {"mask": None},
-    "causal, left padding, bool": {"mask": None},
-    "causal, left padding, float": {"mask": None},
     "ALiBi": {"alibi_slopes": None},
 }
 
