@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from types import SimpleNamespace
 
 import pytest
 
@@ -107,7 +106,7 @@ class Here:
         self.living = False
 
     def call(self, function, *args):
-        return next(self.stream(lambda: iter([self.done(function, *args)])))
+        return next(self.stream(lambda *_: iter([self.done(function, *args)]), function))
 
     def stream(self, function, *args):
         self.living = True
@@ -161,23 +160,9 @@ def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
 @parametrize("command", ["sweep", "race small", "memory"], fast=1)
 def test_only_the_measuring_process_uses_the_gpu(command, monkeypatch, tmp_path):
     """As exclusive compute mode requires. This torch has no CUDA: using it here would raise."""
-    process, probes = Here(), []
-
-    class Probe:
-        returncode = 0
-
-        def __init__(self, *given, **options):
-            probes.append(self)
-            self.alone = not process.living and all(x.ended for x in probes[:-1])
-            self.ended = False
-
-        def communicate(self):
-            self.ended = True
-            return "1000", ""
-
+    process = Here()
     hurry(monkeypatch)
     monkeypatch.setattr(isolated_process, "Process", lambda: process)
-    monkeypatch.setattr(peak_memory, "subprocess", SimpleNamespace(Popen=Probe))
     monkeypatch.setattr(small, "SMALL", (4,))
     given = ["--device", "cuda", "--output", str(tmp_path), "--peers", BASELINE]
     given += [] if command == "memory" else ["--seconds", "0.002", "--dtypes", "bfloat16"]
@@ -187,5 +172,5 @@ def test_only_the_measuring_process_uses_the_gpu(command, monkeypatch, tmp_path)
     (path,) = tmp_path.glob("*.json")
     found = results.read(path)
     assert found["machine"]["device"] == "cuda" and (found["cells"] or found["memory"])
-    assert bool(probes) == (command in ("sweep", "memory")) and all(x.alone for x in probes)
-    assert not process.living
+    probed = [args for _, args in process.log if peak_memory.extra_bytes in args]
+    assert bool(probed) == (command in ("sweep", "memory")) and not process.living
