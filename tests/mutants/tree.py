@@ -1,5 +1,6 @@
 """A copy of the checkout, for faults and their tests: the checkout itself stays as it is."""
 
+import functools
 import os
 import re
 import resource
@@ -64,19 +65,25 @@ class Tree:
             "OMP_NUM_THREADS": str(cores),
         }
         if (self.root / "csrc").is_dir():
-            self.kernels = Kernels(self.root / "csrc", folder / "kernels")
+            self.kernels = Kernels(self.root / "csrc", folder / "kernels", "native")
             self.environment["FASTATTN_LIBRARY"] = str(self.kernels.clean)
+
+    @functools.cached_property
+    def tiles(self):
+        return Kernels(self.root / "csrc", self.root.parent / "tiles", "amx_model")
 
     @contextmanager
     def planted(self, fault):
         """Inside, the fault is there. Yields what tests need in the environment; None if the fault
         changes no code."""
         path = self.root / fault.file
+        native = fault.file.startswith("csrc")
+        kernels = native and (self.tiles if "/amx/" in fault.file else self.kernels)
         before = path.read_text()
         path.write_text(fault.plant(before))
         try:
-            if fault.file.startswith("csrc"):
-                library = self.kernels.altered(path)
+            if native:
+                library = kernels.altered(path)
                 yield library and {"FASTATTN_LIBRARY": str(library)}
             else:
                 same = path.suffix == ".py" and alike(before, fault.plant(before))
