@@ -11,7 +11,6 @@ import torch
 import fastattn
 from fastattn.backends import base
 from fastattn.call import spec
-from tests.support import edge_cases
 from tests.support.backends import (
     DECLARED,
     FUSED,
@@ -113,7 +112,7 @@ def test_triples_of_features(name, dtype, features):
 @parametrize("which, dtype", list(itertools.product(SLICES, DECLARED)), fast=8)
 def test_edge_cases(name, which, dtype):
     """Sizes that the other cases do not have."""
-    run_all(name, edge_cases.problems(which, DTYPES[dtype]))
+    run_all(name, SLICES[which](DTYPES[dtype]))
 
 
 # Features that hide keys, combined with features that change the logits afterwards.

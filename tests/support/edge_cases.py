@@ -1,9 +1,5 @@
 """Slices: named groups of edge-case problems, at sizes that the generated cases do not have.
 
-`problems(name)` returns the problems of a slice. Features can follow the names of some slices,
-joined by "+": "decode+alibi". Any other name is the features of a generated case, joined by "+", or
-"plain" for none.
-
 The CPU's kernels take 128 keys at a time, a block (kTileKeys); in decoding, a task has a chunk of
 512 keys (kChunkKeys in decode.h). `negative_logits` puts every logit near -32: a hidden key that
 counts, with a logit of zero, then takes the whole row.
@@ -13,8 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.support.cases import DTYPES, FEATURE, Dims, build, negative_logits, square
-from tests.support.large_logit_rows import far_problem
+from tests.support.cases import FEATURE, Dims, build, negative_logits, square
 
 
 def length_edges(dtype):
@@ -97,15 +92,6 @@ def far_draws(dtype):
     yield build(Dims(300, 1, 1, 3, 4, 2, 2), (FEATURE["dropout"],), dtype)
 
 
-def decode(dtype, *names):
-    """One query per head and many keys; heads share a key head. On the CPU, decode.h makes several
-    heads the lanes of one tile if their scores differ by q alone; few_rows.h has its products."""
-    features = tuple(FEATURE[name] for name in ("one_query", "gqa", *names))
-    # 200 keys are one chunk. 1100 keys are three, and the last is not full.
-    for dims in (square(2, 2, 200, 16), Dims(1, 2, 2, 1, 1100, 16, 24)):
-        yield build(dims, features, dtype)
-
-
 def grouped_rows(dtype):
     """Few keys for many rows of grouped heads. The CPU's backward.h splits the rows into segments
     and adds their dK and dV (`segments` in gradient.h)."""
@@ -183,58 +169,6 @@ def rising(dtype):
         yield problem
 
 
-def few_heads(dtype, *names):
-    """A few rows of heads that share a key head; the keys take several chunks. On AMX tiles this
-    runs amx_decode.h, where the rows of several heads are lanes of one tile."""
-    features = tuple(FEATURE[name] for name in names)
-    # 3 heads of 5 rows and 4 heads of 3 rows fill 15 and 12 of a tile's 16 lanes. 700 keys are two
-    # chunks.
-    for dims in (Dims(2, 6, 2, 5, 70, 24, 40), Dims(1, 4, 1, 3, 700, 64, 16)):
-        yield build(dims, features, dtype)
-
-
-def few_rows(dtype, *names):
-    """Two rows, which count as few on every instruction set, of heads that share a key head. The
-    last chunk of keys is not full; head dims fill vectors exactly or not. On the CPU this runs
-    decode.h, and few_gradients.h in backward."""
-    features = tuple(FEATURE[name] for name in names)
-    # 700 keys are chunks of 512 and 188. 140 keys are one chunk, of blocks of 128 and 12.
-    for dims in (Dims(1, 4, 2, 2, 700, 16, 24), Dims(2, 2, 1, 2, 140, 17, 9)):
-        yield build(dims, features, dtype)
-
-
-def far_rows(dtype):
-    """Rows that a mask takes far from zero."""
-    name = next(x for x, y in DTYPES.items() if y == dtype)  # far_problem takes a name
-    for title in ("left padding", "one query", "sinks"):
-        yield far_problem(title, "-1e9", name)
-
-
-def dense_masks(dtype):
-    """Masks that hide all keys in some blocks and none in others, with a pattern for each plane:
-    bool; -inf with the mask's gradient; finfo.min, with rows that see nothing else; and a mask with
-    column-major memory."""
-    # mask_classes.h classifies 32 x 64 scores at a time; 130 rows and 300 keys are not multiples.
-    i, j = torch.arange(130)[:, None], torch.arange(300)
-    patterns = j <= i + 20, i // 64 == j // 64, (j < 3) | ((i == 120) & (j == 290)), j != i + 130
-    shown = torch.stack([x.expand(130, 300) for x in patterns]).view(2, 2, 130, 300)
-    least = torch.finfo(torch.float32 if dtype == torch.float16 else dtype).min
-    for form in ("bool", -torch.inf, least, "columns"):
-        problem = build(Dims(2, 2, 1, 130, 300, 8, 8), (), dtype)
-        problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
-        problem.name += f":dense mask, {form}"
-        mask = shown.clone()
-        if form == least:  # rows 40 to 42 see nothing else
-            mask[..., 40:43, :] = False
-        if not isinstance(form, str):
-            zeros = torch.zeros(mask.shape, dtype=torch.float32 if form == least else dtype)
-            mask = zeros.masked_fill(~mask, form)
-        if form == -torch.inf:
-            problem.needs_grad += ("mask",)
-        problem.kwargs["mask"] = mask.mT.contiguous().mT if form == "columns" else mask
-        yield problem
-
-
 # test_features.py runs these slices on every backend.
 SLICES = {
     "length_edges": length_edges,
@@ -249,28 +183,3 @@ SLICES = {
     "tile_edges": tile_edges,
     "rising": rising,
 }
-# Only seeded faults use these: test_special_values.py and test_dense_masks.py run more such calls
-# on every backend.
-FAULT_SLICES = {"far_rows": far_rows, "dense_masks": dense_masks}
-# Features can follow these names. Only seeded faults use them, and test_features.py tile_edges.
-FEATURED_SLICES = {
-    "decode": decode,
-    "few_heads": few_heads,
-    "few_rows": few_rows,
-    "tile_edges": tile_edges,
-}
-
-
-def problems(name, dtype=torch.float32):
-    """The problems of a slice, or of the generated cases with these features, joined by +."""
-    first, *names = name.split("+")
-    if make := (SLICES | FAULT_SLICES).get(name):
-        yield from make(dtype)
-    elif make := FEATURED_SLICES.get(first):
-        yield from make(dtype, *names)
-    else:
-        features = tuple(FEATURE[x] for x in name.split("+") if x != "plain")
-        for dims in (square(2, 2, 37, 17), square(1, 2, 197, 16)):
-            problem = build(dims, features, dtype)
-            yield problem
-            yield negative_logits(problem)
