@@ -736,7 +736,7 @@ def _options(
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_options)
 
 
-_IS_CONSTANT = [not a.gradient for a in ARGUMENTS.values()]
+_constants = operator.itemgetter(*(i for i, a in enumerate(ARGUMENTS.values()) if not a.gradient))
 
 
 def _requires_grad(t: Tensors) -> bool:
@@ -745,9 +745,9 @@ def _requires_grad(t: Tensors) -> bool:
             break
     else:
         return False
-    for name, x, is_constant in zip(ARGUMENTS, t, _IS_CONSTANT):
-        if is_constant and isinstance(x, Tensor):
-            _no_gradient(name, x)
+    for x in _constants(t):
+        if x is not None and isinstance(x, Tensor) and x.requires_grad:
+            _no_gradient(next(name for name, y in zip(ARGUMENTS, t) if y is x), x)
     return True
 
 

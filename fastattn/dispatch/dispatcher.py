@@ -24,7 +24,7 @@ from ..call.spec import Options, Tangents, Tensors, changed
 from . import functorch, run_pass
 from .legacy_vmap import is_batched_by_autograd
 from .operation import ATTENTION, BACKWARD, FORWARD, JVP, Operation, plan, spread
-from .run_pass import arguments, as_tuple, dispatch_mode_active
+from .run_pass import arguments, as_tuple, directly, dispatch_mode_active
 
 _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
@@ -53,7 +53,7 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
         return HANDLERS.get(_handled(t), _via_operator)(op, t, o)
     planned = plan(t, o, kind_of_tensors)
     if not o.grad:
-        return run_pass.directly(FORWARD, op, planned, t, o)
+        return directly(FORWARD, op, planned, t, o)
     # Only up to the last tensor that is given: autograd takes time for each argument, even None.
     differentiable = _attention if op is ATTENTION else _weights
     spec, _ = planned
@@ -104,7 +104,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *tensors):
         op, o, t, kind_of_tensors, planned = call
-        outs = run_pass.directly(FORWARD, op, planned, t, o)
+        outs = directly(FORWARD, op, planned, t, o)
         ctx.save_for_backward(*tensors, *outs)
         ctx.call = op, o, len(tensors), kind_of_tensors, planned
         ctx.set_materialize_grads(False)
@@ -123,7 +123,7 @@ class Attention(torch.autograd.Function):
         elif torch.is_grad_enabled() or _transforms() or forward_ad._current_level >= 0:
             input_grads = functorch.backward(op, o, needs_grad, grads, outs, t)
         elif not dispatch_mode_active() and _begins_with(kind((*t, *outs, *grads)), saved_kind):
-            input_grads = run_pass.directly(BACKWARD, op, planned, t, o, (grads, outs), needs_grad)
+            input_grads = directly(BACKWARD, op, planned, t, o, (grads, outs), needs_grad)
         elif any(map(is_batched_by_autograd, grads)):
             input_grads = functorch.backward(op, o, needs_grad, grads, outs, t)
         else:  # hooks on saved tensors may return other tensors

@@ -66,11 +66,11 @@ def directly(
     needs_grad: Sequence[str] = (),
 ) -> Sequence[Tensor]:
     """The same on plain memory, by its plan."""
-    if recording():
-        name = add_op_namespace_prefix(op.name + which.suffix)
-        with _RecordFunctionFast(name, arguments(which, t, o, groups, needs_grad)):
-            return which.run(op, planned, t, o, groups, needs_grad)
-    return which.run(op, planned, t, o, groups, needs_grad)
+    if not (_records_thread() or _profiler._is_profiler_enabled):  # `recording`, without a call
+        return which.run(op, planned, t, o, groups, needs_grad)
+    name = add_op_namespace_prefix(op.name + which.suffix)
+    with _RecordFunctionFast(name, arguments(which, t, o, groups, needs_grad)):
+        return which.run(op, planned, t, o, groups, needs_grad)
 
 
 def via_operator(
