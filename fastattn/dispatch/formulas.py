@@ -31,7 +31,7 @@ Run = Callable[..., Sequence[Tensor]]
 _is_traced = torch.compiler.is_dynamo_compiling
 
 
-@dataclass(frozen=True, eq=False)  # no tuple: torch.func takes those apart
+@dataclass(eq=False)  # no tuple: torch.func takes those apart
 class PassCall:
     """What a pass is called with, beside tensors."""
 

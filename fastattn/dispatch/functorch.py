@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -169,8 +170,8 @@ def run(
     if which is SECOND:
         *t, dout, dlse = DifferentiatedTwice.apply(*t, *groups[2][:2])
         groups = *groups[:2], (dout, dlse, *groups[2][2:])
-    every = [x for group in groups for x in group]
-    return _FUNCTIONS[which.suffix].apply(PassCall(which, op, o, needs_grad), *every, *t)
+    call, every = PassCall(which, op, o, needs_grad), chain.from_iterable(groups)
+    return _FUNCTIONS[which.suffix].apply(call, *every, *t)
 
 
 def backward(op: Operation, o: Options, needs_grad, grads, outs, t) -> Sequence[Tensor]:

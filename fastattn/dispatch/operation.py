@@ -230,9 +230,10 @@ class Pass:
         """One of something for each tensor of the pass, as groups and as the rest, which begins
         with those of the call."""
         groups, first = [], 0
-        for names in self.names(op):
-            groups.append(of[first : first + len(names)])
-            first += len(names)
+        for names in self.given.values():
+            end = first + len(op.results if names is None else names)
+            groups.append(of[first:end])
+            first = end
         return groups, of[first:]
 
 

@@ -18,6 +18,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,8 +102,7 @@ def arguments(
     """The arguments of the operator."""
     if which is FORWARD:
         return in_saved_order((*t, *o))
-    every = [x for group in groups for x in group]
-    return [*every, *t, *o, *([list(needs_grad)] if which.chooses else [])]
+    return [*chain.from_iterable(groups), *t, *o, *([list(needs_grad)] if which.chooses else [])]
 
 
 # Saved programs call forward operators by position: what came after the first of them stands last.
@@ -135,7 +135,7 @@ def recording() -> bool:
 
 def _in_memory(groups: Sequence[Group]) -> bool:
     """False if one of the tensors is not plain memory."""
-    return not groups or kind(tuple(x for group in groups for x in group)) is not None
+    return not groups or kind(tuple(chain.from_iterable(groups))) is not None
 
 
 def dispatch_mode_active() -> bool:
