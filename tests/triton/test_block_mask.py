@@ -9,6 +9,7 @@ from fastattn.backends.triton import tile_configs
 from fastattn.backends.triton.job import Job
 from fastattn.call import spec, validation
 from tests.support.backends import INTERPRETED, looked_at
+from tests.support.marks import parametrize
 
 if not INTERPRETED:
     pytest.skip("runs Triton's interpreter: make test-interpreter", allow_module_level=True)
@@ -68,7 +69,7 @@ def tiled(x, side):
 @pytest.mark.parametrize("side", ["rows", "keys"])
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("form", HIDDEN)
-@pytest.mark.parametrize("what", MASKS)
+@parametrize("what", MASKS, fast=1)
 def test_blocks(what, form, band, side):
     i, j = torch.arange(M)[:, None], torch.arange(N)
     shown = torch.stack([MASKS[x](i, j).expand(M, N) for x in (what, "gaps")])

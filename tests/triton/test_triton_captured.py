@@ -9,6 +9,7 @@ import torch
 import fastattn
 from fastattn.backends.triton import captured_sums, tile_configs
 from tests.support.backends import INTERPRETED
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("one_thread")]
 if not INTERPRETED:
@@ -72,7 +73,7 @@ def gradients(name, backend, dtype=torch.float32, **given):
     return [out, *torch.autograd.grad(out.float().square().sum(), [x, *leaves])]
 
 
-@pytest.mark.parametrize("name", INDICES)
+@parametrize("name", INDICES, fast=3)
 def test_each_index(name):
     first, again = gradients(name, "triton"), gradients(name, "triton")
     close(first, gradients(name, "cpu"))
@@ -80,7 +81,7 @@ def test_each_index(name):
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("name", ["head", "difference"])
+@parametrize("name", ["head", "difference"], fast=1)
 def test_beside_other_arguments(name, beside):
     close(*(gradients(name, backend, **BESIDE[beside]) for backend in ("triton", "cpu")))
 

@@ -19,6 +19,7 @@ from fastattn.score_mods.program import Program
 from fastattn.score_mods.tracing import trace_score_mod
 from tests.support.backends import INTERPRETED
 from tests.support.flex_functions import indices
+from tests.support.marks import parametrize
 from tests.support.program_operators import CASES, IDS, function_of
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("one_thread")]
@@ -106,7 +107,7 @@ def close(found, expected, bound=3e-5):
         torch.testing.assert_close(x, y, rtol=0, atol=bound * float(scale))
 
 
-@pytest.mark.parametrize("whole, name, text", CASES, ids=IDS)
+@parametrize("whole, name, text", CASES, ids=IDS, fast=24)
 def test_each_operator(whole, name, text):
     """The scores are those of the program on torch tensors, in the same precision."""
     function = function_of(text, whole)
@@ -126,8 +127,10 @@ def test_each_operator(whole, name, text):
     assert wrong.float().mean() < 2e-3
 
 
-@pytest.mark.parametrize(
-    "functions, beside", [(x, y) for x in FUNCTIONS for y in BESIDE if x == "both" or y in ALONE]
+@parametrize(
+    "functions, beside",
+    [(x, y) for x in FUNCTIONS for y in BESIDE if x == "both" or y in ALONE],
+    fast=2,
 )
 def test_beside_other_arguments(functions, beside):
     """Every other argument beside both functions, some beside each."""
@@ -159,7 +162,7 @@ def test_decoding_packed_and_paged(functions):
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "add"])
-@pytest.mark.parametrize("functions", ["documents", "both", "window"])
+@parametrize("functions", ["documents", "both", "window"], fast=1)
 def test_blocks_that_a_mask_mod_hides_are_not_visited(functions, mask, monkeypatch):
     """Results with lists of blocks are those without."""
     given = FUNCTIONS.get(functions) or dict(mask_mod=lambda b, h, i, j: (i - j).abs() < 9)
