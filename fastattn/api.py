@@ -736,7 +736,7 @@ def _options(
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_options)
 
 
-_constants = operator.itemgetter(*(i for i, a in enumerate(ARGUMENTS.values()) if not a.gradient))
+_CONSTANT = tuple(at for at, a in enumerate(ARGUMENTS.values()) if not a.gradient)
 
 
 def _requires_grad(t: Tensors) -> bool:
@@ -745,9 +745,10 @@ def _requires_grad(t: Tensors) -> bool:
             break
     else:
         return False
-    for x in _constants(t):
+    for at in _CONSTANT:
+        x = t[at]
         if x is not None and isinstance(x, Tensor) and x.requires_grad:
-            _no_gradient(next(name for name, y in zip(ARGUMENTS, t) if y is x), x)
+            _no_gradient(list(ARGUMENTS)[at], x)
     return True
 
 
