@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.support.checkout import ROOT
 
-from .drawing import drawn
+from .drawing import drawn, files
 from .native import NotBuilt
 from .tree import Tree
 
@@ -48,7 +48,8 @@ def main():
     folders = [FOLDER / str(n) for n in range(given.workers)]
     with ThreadPoolExecutor(given.workers) as pool:
         trees = list(pool.map(lambda folder: Tree(ROOT, folder, cores, more), folders))
-        if failed := not given.trust and unaltered(trees):
+        native = any(x.startswith("csrc") for x in files(ROOT, given.only))
+        if failed := not given.trust and unaltered(trees, native):
             print(f"the tree without a fault fails: {failed}")
             return 1
         trial = Trial(faults, given.count)
@@ -60,11 +61,13 @@ def main():
     return 0
 
 
-def unaltered(trees):
-    """The failure of the tree without a fault; else None, and each kind of run has its limit."""
+def unaltered(trees, native):
+    """The failure of the tree without a fault; else None, and each kind of run has its limit.
+    native: on the kernels in which faults are planted."""
     (tree, *_), limits = trees, {}
-    for step, files, interpreted in [*tree.steps("fastattn/api.py")]:
-        if failed := tree.tested(step, files, interpreted, {}):
+    library = {"FASTATTN_LIBRARY": str(tree.kernels.clean)} if native else {}
+    for step, names, interpreted in [*tree.steps("fastattn/api.py")]:
+        if failed := tree.tested(step, names, interpreted, library):
             return failed
         limits[step, interpreted] = LEAST + TIMES * tree.took
         print(f"without a fault {step} passes in {tree.took:.0f} s", flush=True)

@@ -114,7 +114,7 @@ def test_a_fault_is_detected_and_one_that_nothing_tests_survives(
 ):
     monkeypatch.setattr(program, "ROOT", toy)
     tree = Tree(toy, tmp_path_factory.mktemp("mutants"), 1)
-    assert program.unaltered([tree]) is None
+    assert program.unaltered([tree], False) is None
     trial = program.Trial(drawing.drawn(toy, 0), 2)
     trial.work(tree)
     detected, survived = sorted(trial.results, key=lambda x: x["line"])

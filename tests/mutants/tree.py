@@ -64,9 +64,10 @@ class Tree:
             "PYTHONPATH": f"{site}:{self.root}",
             "OMP_NUM_THREADS": str(cores),
         }
-        if (self.root / "csrc").is_dir():
-            self.kernels = Kernels(self.root / "csrc", folder / "kernels", "native")
-            self.environment["FASTATTN_LIBRARY"] = str(self.kernels.clean)
+
+    @functools.cached_property
+    def kernels(self):
+        return Kernels(self.root / "csrc", self.root.parent / "kernels", "native")
 
     @functools.cached_property
     def tiles(self):
@@ -78,7 +79,7 @@ class Tree:
         changes no code."""
         path = self.root / fault.file
         native = fault.file.startswith("csrc")
-        kernels = native and (self.tiles if "/amx/" in fault.file else self.kernels)
+        kernels = native and (self.tiles if "/amx/" in fault.file else self.kernels)  # built first
         before = path.read_text()
         path.write_text(fault.plant(before))
         try:
