@@ -282,7 +282,7 @@ def _max_scores(call: ModCall, query: Tensor, key: Tensor, scale: float | None) 
     k = k.repeat_interleave(q.shape[1] // torch.sym_max(k.shape[1], 1), dim=1)
     if known(k.shape[2] == 0):
         return q.new_full(q.shape[:3], -math.inf)
-    scale = reference.scale_of(q.shape[3], scale)
+    scale = reference.factor(q, scale=scale)
     parts, largest = [(q, call.indices()["i"])], []
     if is_decided(q.shape[2]):
         parts = zip(*(x.split(ROWS, dim=-2) for x in parts[0]), strict=True)
