@@ -11,20 +11,20 @@ from torch.func import grad, jvp, vjp, vmap
 import fastattn
 from fastattn import reference
 from fastattn.backends import base
-from fastattn.call.int4 import BLOCK
 from fastattn.call.spec import Feature
+from tests.features import checking, factors
+from tests.features.arguments import laid
 from tests.integrations.test_flash_attn import agree as agree_with_gradients
 from tests.integrations.test_flash_attn import leaves_of, offsets
 from tests.integrations.test_flash_attn_cache import agree as agree_with_cache
 from tests.integrations.test_flash_attn_cache import hide
-from tests.semantics.test_place import AXES, in_parts
 from tests.semantics.test_weights import Averaged, ask, with_identity
 from tests.support import cache_model, flash_attn_oracle, tangents
 from tests.support.backends import FUSED, REASONS, variant, variants
 from tests.support.cases import DTYPES
 from tests.support.error_budget import Verdict
 
-from . import draw, stored
+from . import draw
 from .refused import REFUSED
 
 PARTS = {}
@@ -56,13 +56,22 @@ def somewhere(rng, dtype, features=Feature.NONE):
         raise NoBackend(f"got {dtype} and {features!r}, which no backend here supports")
     name = rng.choice(able)
     isa = rng.choice(variants(name, dtype))
-    before = torch.get_num_threads()
-    torch.set_num_threads(rng.choice((1, 1, 1, 2, 3)))
     try:
-        with variant(isa):
+        with threads(rng), variant(isa):
             yield name
     except Exception as error:
-        error.add_note(f"on {isa or name}, {torch.get_num_threads()} threads")
+        error.add_note(f"on {isa or name}")
+        raise
+
+
+@contextmanager
+def threads(rng):
+    before, count = torch.get_num_threads(), rng.choice((1, 1, 1, 2, 3))
+    torch.set_num_threads(count)
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"on {count} threads")
         raise
     finally:
         torch.set_num_threads(before)
@@ -84,66 +93,22 @@ def none(complaints):
 # --------------------------------------------------------------------------------------- the parts
 
 
-@part
-def dense(rng):
-    """`attention`, forward and backward, whole or in parts of a larger call."""
-    dtype = dtype_of(rng)
-    cut = dtype.itemsize > 2 and rng.random() < 0.2
-    problem = draw.problem(rng, dtype, masks=draw.summable(dtype) if cut else draw.MASKS)
-    attention, more = fastattn.attention, invariance(rng)
-    if cut:
-        (B, Hk, N, _), M = problem.k.shape, problem.q.shape[2]
-        for axis, size in zip(AXES, (B, Hk, M, N), strict=True):
-            cuts = {rng.randint(1, size - 1) for _ in range(rng.randint(0, 2))} if size > 1 else ()
-            attention = in_parts(axis, attention, sorted(cuts))
-    with somewhere(rng, dtype, features_of(more)) as name:
-        none(Verdict(problem).complaints(attention, backend=name, **more))
+def of_form(form):
+    """A part that draws a call of this form."""
+
+    def made(rng):
+        row = draw.row(rng, form)
+        ways = checking.ways(row)
+        if not ways:
+            raise NoBackend(f"got {row['dtype']}, which no backend here supports")
+        with threads(rng):
+            none(checking.complaints(form, row, rng.choice(ways)))
+
+    PARTS[form] = made
 
 
-def invariance(rng):
-    """In one draw of ten, row_invariant=True, which selects other kernels."""
-    return dict(row_invariant=True) if rng.random() < 0.1 else {}
-
-
-def features_of(more):
-    return Feature.INVARIANT if more else Feature.NONE
-
-
-@part
-def packed(rng):
-    """`attention_packed`, forward and backward."""
-    dtype = dtype_of(rng)
-    batch, more = draw.packed(rng, dtype), invariance(rng)
-    with somewhere(rng, dtype, Feature.PACKED | features_of(more)) as name:
-        found = batch.run(fastattn.attention_packed, backend=name, **more)
-        none(draw.PackedVerdict(batch).about(found))
-
-
-@part
-def paged(rng):
-    """`attention_packed` of keys in pages, and in eight and four bits."""
-    dtype, bits = dtype_of(rng), rng.choice((None, None, None, 8, 4))
-    batch, values = draw.packed(rng, dtype, widths=BLOCK if bits == 4 else 1), None
-    more = invariance(rng)
-    features = Feature.PAGED | features_of(more)
-    if bits == 8:
-        batch, values = stored.in_eight_bits(rng, batch)
-        features |= Feature.QUANTISED
-    if bits == 4:
-        batch, values = stored.in_four_bits(rng, batch)
-        features |= Feature.INT4
-    given = dict(batch.given)
-    if rng.random() < 0.8:
-        given = stored.paged(rng, batch)
-    with somewhere(rng, dtype, features) as name, torch.no_grad():
-        result = fastattn.attention_packed(**given, backend=name, **more)
-        results = result if isinstance(result, tuple) else (result,)
-        found = dict(zip(("out", "lse"), results))
-        if values is None:
-            verdict = draw.PackedVerdict(batch, backward=False)
-        else:
-            verdict = stored.StoredVerdict(batch, values)
-        none(verdict.about(found))
+for form in factors.FORMS:
+    of_form(form)
 
 
 @part
@@ -151,11 +116,9 @@ def weights(rng):
     """`attention_weights`, forward and backward."""
     dtype, average = dtype_of(rng), rng.random() < 0.5
     problem = draw.problem(rng, dtype, most=70)
-    problem.kwargs.pop("return_lse")
+    problem.kwargs.pop("return_lse", None)
     problem.dlse = None
     problem.needs_grad = tuple(x for x in problem.needs_grad if x != "v") or ("q",)
-    if not problem.k.shape[2] or not problem.q.numel():
-        return
     problem = with_identity(problem, average)
     with somewhere(rng, dtype, Feature.WEIGHTS) as name:
         verdict = (Averaged if average else Verdict)(problem)
@@ -166,11 +129,7 @@ def weights(rng):
 def passes_with_tangents(rng):
     """A backend's passes `jvp` and `second`, in every dtype."""
     dtype = dtype_of(rng)
-    problem = draw.problem(rng, dtype, most=70, masks=draw.summable(dtype))
-    if problem.kwargs.get("dropout_p") == 1:  # which has no error budget
-        problem.kwargs["dropout_p"] = 0.9
-    if not problem.dout.numel() or not problem.k.numel():
-        return
+    problem = draw.problem(rng, dtype, most=70, far=False)
     with somewhere(rng, dtype, Feature.TANGENTS) as name:
         given = tangents.directions(problem, draw.some(rng, problem.needs_grad))
         wanted = tangents.exact(problem, *given)
@@ -179,52 +138,19 @@ def passes_with_tangents(rng):
 
 @part
 def derivatives(rng):
-    """Forward mode, and forward over reverse, of a dense or packed call in float64, against torch's
-    own derivatives of the oracle."""
-    many = rng.random() < 0.5
-    masks = ("bool", "float", "-inf")
-    if many:
-        batch = draw.packed(rng, torch.float64, most=40, masks=masks)
-        given, needs_grad, ours, oracle = (
-            dict(batch.given),
-            batch.needs_grad,
-            fastattn.attention_packed,
-            None,
-        )
-        oracle = one_by_one(batch)
-    else:
-        problem = draw.problem(rng, torch.float64, most=60, masks=masks)
-        given, needs_grad = problem.tensors(), problem.needs_grad
-        ours, oracle = fastattn.attention, reference.attention
-    given["return_lse"] = True
-    features = Feature.TANGENTS | (Feature.PACKED if many else Feature.NONE)
-    with somewhere(rng, torch.float64, features) as name:
-        same_derivatives(rng, given, needs_grad, ours, oracle, name)
-
-
-def one_by_one(batch):
-    """The oracle of a packed call: the reference of each sequence."""
-
-    def attention_packed(**given):
-        now = draw.replace(batch, given=given)
-        found = []
-        for b in range(len(batch.rows)):
-            one = draw.alone(now, b)
-            kwargs = without(one.kwargs, "return_lse")
-            found.append(reference.attention(one.q, one.k, one.v, **kwargs, return_lse=True))
-        T, H, Dv = given["q"].shape[0], given["q"].shape[1], given["v"].shape[2]
-        outs = [out[0].transpose(0, 1) for out, _ in found] or [given["q"].new_zeros(T, H, Dv)]
-        lses = [lse[0].transpose(0, 1) for _, lse in found] or [given["q"].new_zeros(T, H)]
-        return torch.cat(outs), torch.cat(lses)
-
-    return attention_packed
+    """Forward mode, and forward over reverse, of a call in float64, against torch's own derivatives
+    of the oracle."""
+    problem = draw.problem(rng, torch.float64, most=60, far=False)
+    given = problem.tensors() | dict(return_lse=True)
+    with somewhere(rng, torch.float64, Feature.TANGENTS) as name:
+        same_derivatives(rng, given, problem.needs_grad, name)
 
 
 def without(given, *names):
     return {name: x for name, x in given.items() if name not in names}
 
 
-def same_derivatives(rng, given, needs_grad, ours, oracle, name):
+def same_derivatives(rng, given, needs_grad, name):
     """Results, their tangents, gradients and their tangents."""
     leaves = tuple(given[x].detach().clone() for x in needs_grad)
     generator = torch.Generator().manual_seed(rng.randrange(2**20))
@@ -235,15 +161,13 @@ def same_derivatives(rng, given, needs_grad, ours, oracle, name):
     def of(function, **more):
         def f(*x):
             call = given | dict(zip(needs_grad, x)) | more
-            if "cu_q" not in call:
-                q, k, v = (call.pop(n) for n in "qkv")
-                return tuple(map(draw.finite, function(q, k, v, **call)))
-            return tuple(map(draw.finite, function(**call)))
+            q, k, v = (call.pop(n) for n in "qkv")
+            return tuple(map(draw.finite, function(q, k, v, **call)))
 
         return f
 
-    f = of(ours, backend=name)
-    expected = of(oracle)
+    f = of(fastattn.attention, backend=name)
+    expected = of(reference.attention)
     directions = tuple(map(like, leaves))
     incoming = tuple(map(like, expected(*leaves)))
 
@@ -274,7 +198,7 @@ def close(x, y, what, tolerance=1e-9):
 @part
 def vmapped(rng):
     """vmap of a call and of its gradients, over some of its tensors, against a loop; float64."""
-    problem = draw.problem(rng, torch.float64, most=40, masks=("bool", "float", "-inf"))
+    problem = draw.problem(rng, torch.float64, most=40, far=False)
     given = problem.tensors() | dict(return_lse=True)
     tensors = [n for n, x in given.items() if isinstance(x, torch.Tensor)]
     n = rng.choice((1, 2, 3))
@@ -331,7 +255,7 @@ def sdpa(rng):
         if gqa:
             own[-1] *= repeats
         x = torch.randn(*own, *last, generator=generator, dtype=torch.float64).to(dtype)
-        return draw.strided(rng, x)
+        return laid(x, rng.choice(("contiguous", "offset", "columns")))
 
     q, k, v = made((L, E), rng.choice((1, 2, 3))), made((S, E)), made((S, Ev))
     given = dict(scale=rng.choice((None, 0.3, -0.1)), enable_gqa=gqa)
@@ -384,9 +308,7 @@ def torchs(query, key, value, *, attn_mask=None, scale=None, is_causal=False, en
 @part
 def refused(rng):
     """One bad argument in any call raises, and the message says what it got."""
-    problem = draw.problem(rng, torch.float32, most=40)
-    if not (problem.q.numel() and problem.k.numel()):
-        return
+    problem = draw.problem(rng, torch.float32, most=40, place=("no",))
     why = rng.choice(list(REFUSED))
     if why == "heads do not divide" and problem.k.shape[1] == 1:
         return  # one key head serves any number of query heads
@@ -407,7 +329,7 @@ def refused(rng):
 def wrong_shapes(rng):
     """A tensor of another shape, in any call, is refused or broadcast; it never crashes."""
     dtype = dtype_of(rng)
-    problem = draw.problem(rng, dtype, most=40, widest=draw.WIDEST // 2)
+    problem = draw.problem(rng, dtype, most=40)
     given = problem.tensors()
     tensors = [n for n, x in given.items() if isinstance(x, torch.Tensor)]
     name = rng.choice(tensors)
@@ -451,7 +373,7 @@ def total(x):
 
 
 @part
-def cache(rng):
+def cache_states(rng):
     """`KVCache` and its forks as a state machine, against a model."""
     with somewhere(rng, torch.float32):
         cache_model.run(rng.randrange(2**32), steps=25)
@@ -490,12 +412,12 @@ def flash_attn(rng):
     """flash-attn's functions in float64: dense, packed and with a cache."""
     from fastattn import flash_attn as fa
 
-    d = draw.dims(rng, 70)
-    H, Hk, D, Dv = d.H, d.Hk, d.D, d.Dv
+    Hk, D, Dv = rng.choice((1, 2, 3)), draw.head_dim(rng), draw.head_dim(rng)
+    H = Hk * rng.choice((1, 1, 2, 4))
     with somewhere(rng, torch.float64):
         kind = rng.choice(("dense", "varlen", "cache"))
         if kind == "dense":
-            B, M, N = max(d.B, 1), max(d.M, 1), max(d.N, 1)
+            B, M, N = rng.randint(1, 3), draw.size(rng, 70) + 1, draw.size(rng, 70) + 1
             shapes = (B, M, H, D), (B, N, Hk, D), (B, N, Hk, Dv)
             x = [doubles(rng, *shape).requires_grad_() for shape in shapes]
             given = flash_arguments(rng, B, H)
