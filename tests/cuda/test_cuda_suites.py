@@ -17,7 +17,6 @@ from tests.gpu_emulation.emulated import Emulated
 from tests.gpu_emulation.emulator import needs_emulator
 from tests.semantics import (
     test_packed,
-    test_paged,
     test_place,
     test_row_invariant,
     test_sinks,
@@ -31,10 +30,9 @@ CHOSEN = {
     test_special_values: "",  # all tests
     test_sinks: "",
     test_vmap_dropout: "each_draws one_call_is",
-    test_place: "of_16_bits draws_go_on",
+    test_place: "draws_go_on",
     test_row_invariant: "rows_have",
-    test_paged: "every_dtype",
-    test_packed: "draws read_as_it_lies any_integers of_nothing invalid_batches",
+    test_packed: "draws of_nothing invalid_batches",
     test_gpu: "past_the_end nothing_to_attend finfo infinite_key nan_query sizes_of_zero "
     "storage_offsets one_tensor",
     test_gpu_calls: "masks subsets dtype philox same",

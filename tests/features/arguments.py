@@ -74,6 +74,7 @@ def spread(x, layout):
 def of_scores(draw, row, B, H, M, N):
     """The arguments that act on scores: (tensors that may require a gradient, others)."""
     tensors, given = {}, {}
+    small = draw.dtype if row.get("small_dtype") == "own" else draw.wide
     given["causal"] = {"no": False, "aligned": False, "top_left": True}.get(
         row["causal"], row["causal"]
     )
@@ -82,9 +83,9 @@ def of_scores(draw, row, B, H, M, N):
         given["place"] = place
     if row.get("alibi", "no") != "no":
         shape = (H,) if row["alibi"] == "H" else (B, H)
-        given["alibi_slopes"] = draw.small(draw.rand(*shape).to(draw.wide))
+        given["alibi_slopes"] = draw.small(draw.rand(*shape).to(small))
     if row["sinks"] != "no":
-        sinks = draw.randn(H, dtype=draw.wide)
+        sinks = draw.randn(H, dtype=small)
         if row["sinks"] != "normal":
             sinks[::2] = float(row["sinks"])
         tensors["sinks"] = draw.small(sinks)
@@ -106,9 +107,14 @@ def mask_of(draw, row, B, H, M, N):
     sizes = dict(B=B, H=H, M=M, N=N)
     kind, shape = row["mask"], [sizes.get(x, 1) for x in row["mask_shape"]]
     hidden = draw.rand(*shape) < 0.3
+    if "blocks" in kind:  # some planes, rows and keys of them, in pieces that kernels skip or see
+        whole = [-(-n // size) for n, size in zip(shape, (1, 1, 32, 64)[4 - len(shape) :])]
+        hidden = draw.rand(*whole) < 0.5
+        for dim, (n, size) in enumerate(zip(shape, (1, 1, 32, 64)[4 - len(shape) :])):
+            hidden = hidden.repeat_interleave(size, dim).narrow(dim, 0, n)
     if "rows" in kind and len(shape) > 1 and shape[-2] > 1:
         hidden[..., shape[-2] // 2 :, :] = True
-    if kind in ("bool", "empty rows"):
+    if kind in ("bool", "empty rows", "blocks"):
         return ~hidden
     dtype = torch.float32 if kind == "float32" else draw.dtype
     least = torch.finfo(dtype).min if kind == "finfo.min" else -torch.inf
@@ -143,10 +149,16 @@ def span(row):
 
 
 SHOWN = {  # what mask_mods show; the last two have a structure that is recognised
-    "mask_mod": lambda i, j: (i // 7 >= j // 11) | (j % 5 == 0),
-    "band": lambda i, j: (j <= i + 2) & (i - j < 40),
-    "blocks": lambda i, j: i // 48 == j // 48,
+    "mask_mod": lambda b, h, i, j: (i // 7 >= j // 11) | (j % 5 == 0),
+    "of heads": lambda b, h, i, j: i + 3 * h >= j + 2 * b,
+    "band": lambda b, h, i, j: (j <= i + 2) & (i - j < 40),
+    "blocks": lambda b, h, i, j: i // 48 == j // 48,
 }
+
+
+def by_distance(h, i, j):
+    """What a score_mod that is recognised as ALiBi adds."""
+    return -0.05 * (h + 1) * (i - j).abs()
 
 
 def functions(row, H, table):
@@ -154,41 +166,49 @@ def functions(row, H, table):
     if row.get("mod", "no") == "no":
         return {}
     if row["mod"] in SHOWN:
-        shown = SHOWN[row["mod"]]
-        return dict(mask_mod=lambda b, h, i, j: shown(i, j))
+        return dict(mask_mod=SHOWN[row["mod"]])
+    if row["mod"] == "alibi":
+        return dict(score_mod=lambda s, b, h, i, j: s + by_distance(h, i, j))
     if row["mod"] == "softcap":
         return dict(score_mod=lambda s, b, h, i, j: 3.0 * torch.tanh(s / 3.0))
     half = span(row) // 2
 
-    def by_distance(s, b, h, i, j):
+    def looked_up(s, b, h, i, j):
         at = torch.clamp(i - j + half, 0, 2 * half - 1)
         return s + table[torch.clamp(h, max=H - 1), at]
 
-    return dict(score_mod=by_distance)
+    return dict(score_mod=looked_up)
 
 
-def without_functions(row, kwargs, table, H, M, N):
+def without_functions(draw, kwargs, table, B, H, M, N):
     """The arguments of the same call by a mask and a softcap, for the oracle; and, of each element
     of the mask, its address in the table, if there is one."""
     place = kwargs.get("place") or fastattn.Place()
-    i, j = place.row + torch.arange(M)[:, None], place.key + torch.arange(N)
-    mask, kind = kwargs.get("mask"), row.get("mod", "no")
+    first = place.item, place.head, place.row, place.key
+    b, h, i, j = (
+        (at + torch.arange(n)).view([n if dim == x else 1 for x in range(4)])
+        for dim, (at, n) in enumerate(zip(first, (B, H, M, N)))
+    )
+    mask, kind = kwargs.get("mask"), draw.row.get("mod", "no")
     if kind == "softcap":
         return kwargs | dict(softcap=3.0), None
     if kind in SHOWN:
-        keep = SHOWN[kind](i, j)
+        keep = SHOWN[kind](b, h, i, j)
         if mask is None:
             mask = keep
         elif mask.dtype == torch.bool:
-            mask = (mask & keep).expand(*mask.shape[: max(mask.ndim - 2, 0)], M, N)
+            mask = mask & keep
         else:
             mask = torch.where(keep, mask, -torch.inf)
         return kwargs | dict(mask=mask), None
-    if kind != "table":
+    if kind == "alibi":
+        at, bias = None, by_distance(h.double(), i, j).to(draw.wide)
+    elif kind == "table":
+        half = span(draw.row) // 2
+        heads = h.clamp(max=table.shape[0] - 1)
+        at = heads * table.shape[1] + (i - j + half).clamp(0, 2 * half - 1)
+        bias = table.reshape(-1)[at]
+    else:
         return kwargs, None
-    half = span(row) // 2
-    heads = (place.head + torch.arange(H)).clamp(max=table.shape[0] - 1)
-    at = heads[:, None, None] * table.shape[1] + (i - j + half).clamp(0, 2 * half - 1)
-    bias = table.reshape(-1)[at]
     mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
-    return kwargs | dict(mask=mask), at.expand(mask.shape)
+    return kwargs | dict(mask=mask), None if at is None else at.expand(mask.shape)

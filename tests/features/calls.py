@@ -99,7 +99,8 @@ class Call:
             q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
             to["dq"] = [("dq", slice(D), at["q"]), ("dqv", slice(D, None), at["qv"])]
             to["dk"] = [("dk", slice(D), at["k"]), ("dv", slice(D, None), at["v"])]
-        kwargs, of_table = without_functions(self.row, kwargs | x, table, *q.shape[1:3], k.shape[2])
+        sizes = *q.shape[:3], k.shape[2]
+        kwargs, of_table = without_functions(self.draw, kwargs | x, table, *sizes)
         mask = kwargs.get("mask")
         if of_table is not None:
             to["dmask"] = [("dtable", slice(None), of_table)]
@@ -229,6 +230,9 @@ def packed(row):
             given[f"{name}_scale"] = spread(scale, row["scale_layout"])
     if row["qv"] != "no":
         tensors["qv"] = draw.randn(T, H, Dv)
+    if row["qv"] == "adjacent":
+        both = torch.cat((tensors["v"], tensors["k"]), -1)
+        tensors |= dict(v=both[..., :Dv], k=both[..., Dv:])
     most = max(ns) if "cu_k" in given else given["block_table"].shape[1] * row["page"]
     sizes = given.get("max_q", max(ms)), given.get("max_k", most)
     more, others = of_scores(draw, row, B, H, *sizes)

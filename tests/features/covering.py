@@ -17,6 +17,7 @@ def array(factors, forbidden, strength=2, seed=0, tries=3, most=None):
     names = list(factors)
     of = [(f, level) for f, name in enumerate(names) for level in factors[name]]
     levels = [np.array([x for x, (g, _) in enumerate(of) if g == f]) for f in range(len(names))]
+    first = [int(x[0]) for x in levels]
     allowed = compatible(of, names, forbidden)
     left = allowed & ~np.eye(len(of), dtype=bool)
     if strength == 3:
@@ -32,6 +33,8 @@ def array(factors, forbidden, strength=2, seed=0, tries=3, most=None):
             if f in taken:
                 continue
             able = levels[f][open_levels[levels[f]]]
+            ahead = np.logical_or.reduceat(open_levels & allowed[able], first, axis=1)
+            able = able[ahead.all(1)]  # that leave a level of every factor
             if not len(able):
                 return None
             gain = new[able] if strength == 2 else new[able][:, row].sum(1)

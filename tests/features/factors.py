@@ -15,7 +15,9 @@ ROWS = (17, 1, 2, 4, 5, 8, 9, 16, 33, 64, 65, 129)
 KEYS = (33, 1, 15, 16, 17, 63, 65, 127, 128, 129, 513, 650)
 WIDTHS = (16, 1, 3, 8, 17, 32, 33, 64, 80, 128)
 LAYOUTS = ("contiguous", "permuted", "offset", "columns", "expanded", "negated")
-MODS = ("no", "table", "mask_mod", "band", "blocks", "softcap")
+MODS = ("no", "table", "mask_mod", "of heads", "band", "blocks", "softcap", "alibi")
+MASKS = ("no", "bool", "float", "float32", "empty rows", "-inf in rows", "blocks", "-inf in blocks")
+SHAPES = ("BHMN", "B11N", "HMN", "MN", "N", "1HM1", "1H1N", "B1MN", "BHM1", "11MN", "B1M1", "BH1N")
 SCORES = {
     "causal": ("no", "top_left", "bottom_right", "aligned"),
     "window": ("no", (5, 3), (4, None), (None, 2), (0, 0), (70, 0)),
@@ -25,8 +27,8 @@ SCORES = {
     "sinks": ("no", "normal", "-inf", "200"),
     "dropout": ("no", 0.3),
     "scale": ("no", 0.0, -0.3, 0.5),
-    "mask": ("no", "bool", "float", "float32", "empty rows", "-inf in rows", "finfo.min"),
-    "mask_shape": ("BHMN", "B11N", "HMN", "MN", "N", "1HM1"),
+    "mask": (*MASKS, "finfo.min"),
+    "mask_shape": SHAPES,
     "mod": MODS,
     "place": ("no", "somewhere"),
     "qv": ("no", "apart", "adjacent", "overlapping"),
@@ -35,6 +37,7 @@ COMMON = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "heads": ((2, 2), (4, 2), (3, 1), (17, 1)),
     "small_layout": ("contiguous", "strided"),
+    "small_dtype": ("wide", "own"),  # of slopes and sinks
     "grad": ("all", "no", "q", "kv", "others"),
     "lse": ("no", "loss"),
     "values": ("normal", "leaks", "large"),
@@ -64,7 +67,7 @@ PACKED = {
     "widths": tuple(zip(WIDTHS, (16, 8, 1, 33, 3, 80, 17, 64, 128, 32), strict=True)),
     **COMMON,
     **SCORES,
-    "qv": ("no", "apart"),
+    "qv": ("no", "apart", "adjacent"),
     **IN_MEMORY,
     "row_invariant": (False, True),
 }
@@ -111,8 +114,8 @@ CACHE = {
     "row_invariant": (False, True),
 }
 FORMS = {"dense": DENSE, "packed": PACKED, "paged": PAGED, "selected": SELECTED, "cache": CACHE}
-SHORT = ("M", "N", "B", "D", "Dv", "dtype", "heads", "q_layout", "k_layout", "v_layout", "causal",
-         "scale", "values", "way", "dout_layout", "small_layout", "mask_shape")  # fmt: skip
+SHORT = ("M", "N", "B", "D", "Dv", "dtype", "heads", "q_layout", "k_layout", "v_layout", "causal")
+SHORT += ("scale", "values", "way", "dout_layout", "small_layout", "small_dtype", "mask_shape")
 FEW_BITS = PAGED["stored"][1:]
 # The factor that tests an argument of `attention`, `attention_packed` or `attention_selected`, or a
 # tensor of `spec.Tensors`.
@@ -135,9 +138,8 @@ def forbidden(f, a, g, b):
         shared = (g, b) in (("grad", "all"), ("grad", "kv")) or (g == "lengths" and b != "no")
         return shared or (g in ("k_layout", "v_layout") and b != "contiguous")
     if f == "mod" and a != "no":
-        sums = (
-            a == "table" and g == "mask" and b in ("float", "float32", "-inf in rows", "finfo.min")
-        )
+        bias = a in ("table", "alibi")
+        sums = bias and g == "mask" and b in ("float", "float32", "finfo.min", *MASKS[5::2])
         return sums or (g in ("softcap", "qv") and b != "no")
     if f == "stored" and a != "own":
         if g == "widths":
@@ -172,7 +174,7 @@ ALONE = {
     "sinks": ("normal", "-inf"),
     "dropout": (0.3,),
     "scale": (-0.3,),
-    "mask": ("bool", "float", "-inf in rows"),
+    "mask": ("bool", "float", "-inf in rows", "-inf in blocks"),
     "mod": MODS[1:],
     "place": ("somewhere",),
     "qv": ("apart", "overlapping"),

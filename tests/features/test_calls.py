@@ -7,14 +7,15 @@ instruction set. A failure prints the smallest call that still fails, and a line
 FASTATTN_SEED=1 draws others.
 """
 
+import itertools
 import os
 
 import pytest
 
 from tests.features import checking, factors
-from tests.support.backends import not_interpreted
+from tests.support.backends import INTERPRETED, not_interpreted
+from tests.support.marks import parametrize
 
-pytestmark = not_interpreted
 SEED = int(os.environ.get("FASTATTN_SEED", "0"))
 NAMED = ("M", "N", "D", "dtype", "stored", "history", *factors.SCORES)
 PARTS = 40  # of a slow test
@@ -36,8 +37,8 @@ def named(form, row, way):
 def in_turn(form, rows):
     """Each call on one instruction set: neighbours have different ones."""
     for n, row in enumerate(rows):
-        ways = checking.ways(row)
-        yield form, row, ways[n % len(ways)]
+        if ways := checking.ways(row):  # the interpreter has no float64
+            yield form, row, ways[n % len(ways)]
 
 
 def cases(calls):
@@ -49,6 +50,7 @@ def agrees(*call):
         pytest.fail(wrong, pytrace=False)
 
 
+@not_interpreted
 @pytest.mark.parametrize(
     "form, row, way",
     cases(x for form in factors.FORMS for x in in_turn(form, factors.rows(form, seed=SEED))),
@@ -57,11 +59,38 @@ def test_pairs(form, row, way):
     agrees(form, row, way)
 
 
+@not_interpreted
 @pytest.mark.parametrize("form, row, way", cases(in_turn("dense", factors.sparse())))
 def test_two_arguments_alone(form, row, way):
     agrees(form, row, way)
 
 
+# Of sizes that Triton's interpreter, a thousand times slower than a kernel, computes in a second.
+SMALL = dict(B=(1, 2), M=(17, 1, 3, 33), N=(33, 1, 17, 40), D=(16, 3, 17), Dv=(16, 5, 32))
+SMALL |= dict(heads=((2, 2), (4, 2)), widths=((32, 32), (16, 3), (17, 16)), page=(16, 5))
+SMALL |= dict(dtype=("float32", "bfloat16", "float16"))
+FEWER = {"selected": dict(M=(3, 1), N=(33, 17), block=(16, 32), heads=((2, 1), (2, 2)))}
+
+
+def small(form):
+    levels = factors.FORMS[form]
+    fixed = {name: some for name, some in SMALL.items() if name in levels} | FEWER.get(form, {})
+    return [(form, row, "triton") for row in factors.rows(form, seed=SEED, **fixed)]
+
+
+def by_turns(*lists):
+    """The first of each, the second of each, and so on."""
+    return [x for each in itertools.zip_longest(*lists) for x in each if x is not None]
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter runs with TRITON_INTERPRET=1")
+@parametrize("form, row, way", cases(by_turns(*map(small, factors.FORMS))), fast=30)
+def test_interpreted(form, row, way):
+    agrees(form, row, way)
+
+
+@not_interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("form", factors.FORMS)

@@ -7,8 +7,10 @@ import random
 import pytest
 
 import fastattn
-from fastattn.call.spec import ARGUMENTS
+from fastattn.call.spec import ARGUMENTS, Feature
 from tests.features import factors
+from tests.features.arguments import functions
+from tests.features.checking import MAKE
 from tests.features.covering import random_row
 
 FUNCTIONS = {
@@ -33,6 +35,24 @@ def test_every_argument_has_a_factor(form):
 def test_every_tensor_of_a_call_has_a_factor():
     missing = ARGUMENTS.keys() - factors.FACTOR_OF.keys()
     assert not missing, f"give {missing} a factor in tests/features/factors.py"
+
+
+# Tested by test_weights, test_tangents and test_unrounded; and by every call with a gradient.
+ELSEWHERE = Feature.WEIGHTS | Feature.TANGENTS | Feature.UNROUNDED
+ELSEWHERE |= Feature.GRAD | Feature.PAGED_GRAD
+
+
+def test_every_feature_is_in_a_call():
+    """A feature that is added to the declarations needs a factor, too."""
+    found = ELSEWHERE
+    for form in ("dense", "paged"):
+        for row in factors.rows(form)[:50]:
+            call = MAKE[form](row)
+            tensors = dict(call.tensors)
+            mods = functions(row, row["heads"][0], tensors.pop("table", None))
+            found |= fastattn.explain(**call.given, **tensors, **mods).spec.features
+    missing = [feature.name for feature in Feature if feature & ~found]
+    assert not missing, f"no level of tests/features/factors.py has {missing}"
 
 
 @pytest.mark.parametrize("form", factors.FORMS)

@@ -302,55 +302,6 @@ def test_every_shape_of_weights(name, case, average):
 # ------------------------------------------------------------------------------------------- pages
 
 PAGE, PAGES, BLOCKS = 2, 13, 7
-PAGED = [x for x in cases(PACKED, DTYPES_OF["triton" if INTERPRETED else "cpu"]) if x.needs_grad]
-
-
-def in_pages(x, table):
-    """The rows (S,...) of all sequences in pages (P,page,...); unused places are NaN, or -1."""
-    nothing = torch.nan if x.is_floating_point() else -1
-    pages = torch.full((PAGES, PAGE, *x.shape[1:]), nothing, dtype=x.dtype)
-    for b, (first, keys) in enumerate(zip(PACKED.first[1], PACKED.keys)):
-        for j in range(keys):
-            pages[table[b, j // PAGE], j % PAGE] = x[first + j]
-    return pages
-
-
-@every_backend
-@pytest.mark.parametrize("case", PAGED[:: small(2, 23)], ids=str)
-@pytest.mark.parametrize("quantised", [False, True], ids=["", "int8"])
-def test_every_shape_in_pages(name, case, quantised):
-    declares(name, case.dtype, Feature.PAGED | (Feature.QUANTISED if quantised else Feature.NONE))
-    given = case.given(PACKED)
-    given.pop("key_lengths", None)
-    scales, kept = {}, {x: given[x] for x in "kv"}
-    if quantised:
-        for at, x in enumerate("kv"):
-            kept[x] = (kept[x].float() * 40).round().clamp(-127, 127).to(torch.int8)
-            scales[f"{x}_scale"] = rand(kept[x].shape[:2], 90 + at, torch.float32).abs() / 40
-            given[x] = (kept[x].double() * scales[f"{x}_scale"][..., None]).to(case.dtype)
-    B = PACKED.sizes["B"]
-    table = torch.arange(B * BLOCKS).view(B, BLOCKS).flip(0) * 5 % PAGES
-    table[:, 3:] = 10**6  # entries past the keys
-    used = torch.tensor([0, 1, 2]) + 3 * torch.arange(B)[:, None]
-    table[:, :3] = used * 5 % PAGES
-    (of_table,) = shapes_of("block_table", dict(B=B, blocks=BLOCKS))
-    exact = {x: y.double() if y.is_floating_point() else y for x, y in given.items()}
-    right = PACKED.oracle(**exact, **case.options)
-    given |= {x: in_pages(y, table) for x, y in (kept | scales).items()}
-    for dtype in dtypes_of("block_table", case.dtype):
-        found = fastattn.attention_packed(
-            **given,
-            cu_q=PACKED.offsets[0].to(dtype),
-            block_table=table.to(dtype).view(of_table),
-            key_lengths=torch.tensor(PACKED.keys, dtype=dtype),
-            max_q=PACKED.sizes["M"],
-            max_k=PACKED.sizes["N"],
-            return_lse=True,
-            backend=name,
-            **case.options,
-        )
-        results = (dict(zip(("out", "lse"), x, strict=True)) for x in (found, right))
-        close(*results, tolerance_of(case))
 
 
 # --------------------------------------------------------------------------------------------- vmap
@@ -395,21 +346,3 @@ def test_every_shape_is_mapped(name, layout):
 
 
 # ----------------------------------------------------------------------------- sizes that are alike
-
-
-@every_backend
-@pytest.mark.parametrize(
-    "rows, keys", [((2, 100), (2, 2)), ((2, 2, 1), (3, 3, 2)), ((3, 1, 2), (3, 2, 1))], ids=str
-)
-def test_a_mask_of_columns_that_sequences_share(name, rows, keys):
-    """Shape (N,) and all shapes that broadcast to the same mask: one gradient, in each shape."""
-    dtype = DTYPES_OF[name][0]
-    N = max(keys)
-    laid = Layout(dict(B=len(rows), H=1, Hk=1, M=max(rows), N=N, D=8, Dv=8), (), rows, keys)
-    mask, given = rand((N,), 3, dtype), laid.inputs(dtype)
-    wide = {x: y.double() for x, y in given.items()}
-    for rank in range(1, 5):
-        own = mask.view((1,) * (rank - 1) + (N,))
-        exact = outcomes(laid.oracle, wide | dict(mask=own.double()), ("mask",))
-        found = outcomes(partial(laid.run, backend=name), given | dict(mask=own), ("mask",))
-        close(found, exact, TOLERANCE[dtype])

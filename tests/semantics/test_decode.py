@@ -19,16 +19,11 @@ from tests.support.backends import (
 )
 from tests.support.cases import (
     DTYPES,
-    FEATURE,
     PLAIN,
-    SINGLES,
     Dims,
     build,
-    name_of,
-    negative_logits,
 )
 from tests.support.error_budget import Verdict
-from tests.support.marks import parametrize
 
 pytestmark = [of_cpu_blocks, pytest.mark.usefixtures("one_thread")]
 
@@ -38,38 +33,6 @@ SHAPES = {
     "three_rows": Dims(1, 4, 2, 3, 1111, 16, 33),
     "more_heads_than_lanes": Dims(1, 37, 1, 1, 600, 17, 64),
 }
-HIDING = ("causal", "bottom_right", "window", "lengths", "bool_mask", "padding_mask", "sinks")
-PROBED = [PLAIN, *((FEATURE[x],) for x in HIDING)]
-FEATURES = [PLAIN, *(f for f in SINGLES if f[0].group not in ("queries", "dout"))]
-TOGETHER = ["lengths+alibi+softcap", "window+sinks+dropout", "bottom_right+lengths+head_bias_grad"]
-FEATURES += [tuple(FEATURE[x] for x in names.split("+")) for names in TOGETHER]
-
-
-@every_backend
-@pytest.mark.parametrize("shape", SHAPES)
-@parametrize("features", FEATURES, ids=name_of, fast=14)
-def test_features(name, shape, features):
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        problem = build(SHAPES[shape], features, dtype)
-        found += everywhere(name, Verdict(problem, backward=False))
-    passed(found)
-
-
-# Numbers of rows that count as few on every instruction set; columns that fill vectors or not.
-TRAINED = {
-    "one_row": Dims(1, 4, 2, 1, 1111, 40, 24),
-    "two_rows": Dims(2, 6, 2, 2, 141, 17, 33),
-    "whole_vectors": Dims(2, 2, 2, 2, 530, 32, 64),
-}
-
-
-@every_backend
-@pytest.mark.parametrize("shape", TRAINED)
-@parametrize("features", FEATURES, ids=name_of, fast=11)
-def test_gradients(name, shape, features):
-    dtype = torch.bfloat16 if shape == "two_rows" else torch.float32
-    passed(everywhere(name, Verdict(build(TRAINED[shape], features, dtype))))
 
 
 @every_backend
@@ -78,14 +41,6 @@ def test_gradients_of_many_heads_that_share_keys(name):
     for heads in (64, 65):
         problem = build(Dims(1, heads, 1, 2, 130, 16, 16), (), torch.float32)
         passed(everywhere(name, Verdict(problem)))
-
-
-@every_backend
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("features", PROBED, ids=name_of)
-def test_hidden_keys_do_not_change_results(name, shape, features):
-    problem = negative_logits(build(SHAPES[shape], features, torch.float32))
-    passed(everywhere(name, Verdict(problem, backward=False)))
 
 
 @every_dtype

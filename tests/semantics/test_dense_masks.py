@@ -134,20 +134,6 @@ def test_bits_of_few_rows_are_those_of_every_number_added(name, rows, dtype):
                     assert not (off := same(found, expected)), f"{isa}, {pattern}, {form}: {off}"
 
 
-@every_backend
-@parametrize("form", ["bool", "-inf", "finfo.min"], fast=1)
-@parametrize("rows", small((1, 3, 9, 16), (1, 9)), fast=2)
-def test_few_rows(name, rows, form):
-    found = []
-    for pattern in small(FEW, ("a cache", "the last row of none")):
-        for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
-            problem = few_rows(rows, pattern, form, dtype)
-            if form == "finfo.min":
-                problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
-            found += everywhere(name, Verdict(problem))
-    passed(found)
-
-
 def spoiled(problem, begin, end):
     """The problem with NaN in keys and values of [begin, end)."""
     k, v = problem.k.clone(), problem.v.clone()
@@ -194,20 +180,6 @@ def test_fully_hidden_rows_with_rows_of_finfo_min(name):
 
 
 @every_backend
-@pytest.mark.parametrize("form", ["bool", "-inf", "finfo.min"])
-@parametrize("pattern", PATTERNS, fast=4)
-def test_dense_masks(name, pattern, form):
-    """Compared with the oracle, with rows that see nothing, and rows that see only finfo.min."""
-    found = []
-    for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
-        problem = case(pattern, form, dtype)
-        if form == "finfo.min":  # the mask absorbs q.k, which must not round: large_logit_rows.py
-            problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
-        found += everywhere(name, Verdict(problem))
-    passed(found)
-
-
-@every_backend
 @pytest.mark.parametrize("pattern", ["causal", "left padding", "one visible"])
 def test_a_row_of_finfo_min_is_the_mean(name, pattern, threads):
     """All keys of some rows in a tile are finfo.min, while other rows of the tile have scores."""
@@ -224,30 +196,6 @@ def test_a_row_of_finfo_min_is_the_mean(name, pattern, threads):
             tolerance = 4 * torch.finfo(dtype).eps
             found = out[:, :, rows].double()
             torch.testing.assert_close(found, mean, rtol=0, atol=tolerance, msg=str(isa))
-
-
-@every_backend
-@parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"], fast=2)
-def test_mask_planes(name, shape):
-    """Every plane of a mask has its own block structure; broadcast planes share one."""
-    sizes = dict(B=2, H=4, M=M, N=N)
-    shown = torch.stack([keep(x) for x in ("causal", "left padding", "blocks", "one visible")])
-    shown = torch.stack([shown, shown.flip(0)])
-    at = tuple(slice(None) if letter in shape else slice(1) for letter in "BHMN")
-    shown = shown[at][(0,) * (4 - len(shape))] if len(shape) < 4 else shown[at]
-    assert list(shown.shape) == [sizes.get(letter, 1) for letter in shape]
-    found = []
-    for lies in ("as it is", "column by column", "apart"):
-        problem = case("all", "-inf", torch.float32, dims=Dims(2, 4, 2, M, N, 16, 16))
-        mask = mask_of("-inf", shown, torch.float32)
-        if lies == "column by column":
-            mask = mask.mT.contiguous().mT
-        elif lies == "apart":
-            mask = mask.repeat_interleave(3, -1)[..., ::3]
-        problem.kwargs["mask"] = mask
-        problem.name += f":{shape}, {lies}"
-        found += everywhere(name, Verdict(problem))
-    passed(found)
 
 
 @every_backend

@@ -1,8 +1,7 @@
-"""Every backend, every feature and every pair of features, forward and backward, on every
-instruction set, compared with the float64 oracle within the budget of `error_budget`."""
+"""Sizes of every kind on every backend and instruction set: every head dim, large ones, edges of
+blocks, 0; and the memory order of results. Pairs of arguments are in tests/features."""
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,15 +25,11 @@ from tests.support.backends import (
 from tests.support.cases import (
     DTYPES,
     FEATURE,
-    PAIRS,
-    PLAIN,
     SHAPES,
     SINGLES,
-    TRIPLES,
     Dims,
     build,
     name_of,
-    negative_logits,
     square,
 )
 from tests.support.edge_cases import SLICES
@@ -53,25 +48,6 @@ def test_backend_is_here():
     assert fastattn.available_backends()["cpu"] is None
 
 
-def test_cases_cover_the_declared_features():
-    """A feature added to the declarations must be added to the cases."""
-    required = spec.Feature.WEIGHTS | spec.Feature.GRAD  # tested by test_weights, and by every case
-    # Tested by test_packed, test_paged, test_row_invariant, test_unrounded, test_storage and
-    # test_int4.
-    required |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
-    required |= spec.Feature.UNROUNDED | spec.Feature.PAGED_GRAD  # the latter by test_selected
-    required |= spec.Feature.SCORE_MOD  # by test_functions_of_attention
-    required |= spec.Feature.QUANTISED | spec.Feature.INT4
-    required |= spec.Feature.TANGENTS  # by test_tangents
-    for features in SINGLES:
-        problem = build(SHAPES[1], features, torch.float32)
-        given = problem.tensors()
-        q, k, v = (given.pop(x) for x in "qkv")
-        required |= fastattn.explain(q, k, v, **given).spec.features
-    missing = [f.name for f in spec.Feature if f & ~required]
-    assert not missing, f"no case in tests/support/cases.py for {missing}"
-
-
 @pytest.mark.parametrize("name", base.names())
 def test_a_feature_that_a_backend_does_not_name_is_declined(name):
     """A feature flag after all existing ones, like a new feature that no kernel has yet."""
@@ -84,72 +60,12 @@ def test_a_feature_that_a_backend_does_not_name_is_declined(name):
     assert base.get(name).support.why_not(call) == [f"does not support feature {later:#x}"]
 
 
-@every_dtype
-@every_backend
-@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=6)
-def test_features(name, dtype, features):
-    declares(name, DTYPES[dtype])
-    shapes = small(SHAPES, (square(1, 2, 5, 3), square(2, 2, 37, 17)))
-    run_all(name, [build(dims, features, DTYPES[dtype]) for dims in shapes])
-
-
-@every_backend
-@parametrize("features, dtype", thinned(PAIRS, DECLARED), ids=name_of, fast=27)
-def test_pairs_of_features(name, dtype, features):
-    shapes = small(SHAPES, (square(1, 2, 37, 17),))
-    run_all(name, [build(dims, features, DTYPES[dtype]) for dims in shapes])
-
-
-@every_backend
-@parametrize("features, dtype", thinned(TRIPLES, DECLARED), ids=name_of, fast=64)
-def test_triples_of_features(name, dtype, features):
-    shapes = small((square(2, 2, 63, 17), square(1, 1, 197, 32)), (square(2, 1, 37, 17),))
-    run_all(name, [build(dims, features, DTYPES[dtype]) for dims in shapes])
-
-
 @not_interpreted
 @every_backend
 @parametrize("which, dtype", list(itertools.product(SLICES, DECLARED)), fast=8)
 def test_edge_cases(name, which, dtype):
     """Sizes that the other cases do not have."""
     run_all(name, SLICES[which](DTYPES[dtype]))
-
-
-# Features that hide keys, combined with features that change the logits afterwards.
-HIDING = ("causal", "bottom_right", "window", "left_window", "right_window", "own_key", "lengths")
-HIDING += ("bool_mask", "padding_mask", "float_mask", "bias_grad", "one_query", "many_queries")
-PROBED = [PLAIN, *((FEATURE[name],) for name in HIDING)]
-PROBED += [
-    (FEATURE[name], FEATURE[other])
-    for name in HIDING
-    for other in ("softcap", "alibi", "sinks", "dropout", "gqa", "lse_loss")
-]
-
-
-@every_backend
-@parametrize("features, dtype", thinned(PROBED, DECLARED), ids=name_of, fast=32)
-def test_hidden_keys_do_not_change_results(name, dtype, features):
-    sizes = (square(1, 2, 13, 8), square(2, 2, 131, 16))
-    dims = small(sizes, (square(1, 2, 13, 8), square(1, 1, 70, 16)))
-    run_all(name, [negative_logits(build(x, features, DTYPES[dtype])) for x in dims])
-
-
-BLOCKS = small((16, 32, 48, 64, 96, 128, 192, 256), (32, 64))
-BLOCK_EDGES = [n + e for n in BLOCKS for e in (-1, 0, 1)]
-BLOCK_SKIPPERS = ["plain", "causal", "bottom_right", "window", "lengths"]
-
-
-@every_backend
-@parametrize("features, dtype", thinned(BLOCK_SKIPPERS, DECLARED), fast=4)
-def test_lengths_around_blocks(name, dtype, features):
-    """M and N at the edge of a block, one more and one less."""
-    chosen = () if features == "plain" else (FEATURE[features],)
-    problems = []
-    for at, n in enumerate(BLOCK_EDGES):
-        m = BLOCK_EDGES[(at * 7 + 3) % len(BLOCK_EDGES)]
-        problem = build(Dims(1, 1, 1, m, n, 16, 16), chosen, DTYPES[dtype])
-        problems.append(negative_logits(problem) if at % 2 else problem)
-    run_all(name, problems)
 
 
 @every_backend
@@ -175,111 +91,6 @@ def test_large_head_dims(name, dtype, dim):
         build(Dims(1, 2, 1, 35, 70, d, dv), (FEATURE["causal"],), DTYPES[dtype]) for d, dv in sizes
     ]
     run_all(name, problems)
-
-
-MASK_SHAPES = [tuple(4 if at == "1" else 1 for at in f"{bits:04b}") for bits in range(16)] + [
-    (4, 4, 4),
-    (1, 4, 1),
-    (4, 4),
-    (1, 4),
-    (4, 1),
-    (4,),
-    (1,),
-    (),
-]
-SIZES = dict(B=2, H=3, M=21, N=37)
-
-
-def mask_shape(pattern):
-    """A pattern of 4s (full size) and 1s, replaced by the real sizes."""
-    sizes = list(SIZES.values())[4 - len(pattern) :]
-    return tuple(size if at == 4 else 1 for at, size in zip(pattern, sizes, strict=True))
-
-
-MASK_KINDS = ["bool", "same_dtype", "float32", "float32_grad", "grad"]
-
-
-@every_backend
-@parametrize("kind, dtype", thinned(MASK_KINDS, DECLARED), fast=2)
-def test_every_broadcast_of_a_mask(name, dtype, kind):
-    problems = []
-    companions = ((), (FEATURE["causal"], FEATURE["dropout"], FEATURE["softcap"]))
-    for at, pattern in enumerate(MASK_SHAPES):
-        shape = mask_shape(pattern)
-        for others in small(companions, companions[at % 2 :][:1]):
-            problem = build(Dims(2, 3, 3, 21, 37, 8, 8), others, DTYPES[dtype])
-            generator = torch.Generator().manual_seed(len(shape))
-            mask = torch.randn(shape, generator=generator, dtype=torch.float64)
-            if kind == "bool":
-                mask = mask > -0.7
-            else:
-                mask = mask.to(torch.float32 if "float32" in kind else problem.q.dtype)
-            problem.kwargs["mask"] = mask
-            if kind.endswith("grad"):
-                problem.needs_grad += ("mask",)
-            problem.name += f":mask{list(shape)}"
-            problems.append(problem)
-    if dtype == "float64" and kind.startswith("float32"):
-        problems = problems[:4]  # float64 takes float32 masks too, by the same path
-    run_all(name, problems)
-
-
-@every_backend
-def test_strided_masks(name):
-    """Views: transposed, with steps, with an offset, and expanded."""
-    problems = []
-    for at, dtype in enumerate((torch.bool, torch.float32)):
-        big = torch.randn(2, 2, 80, 90, generator=torch.Generator().manual_seed(at))
-        big = big > 0 if dtype == torch.bool else big
-        views = (
-            big.transpose(2, 3)[:, :, :21, :37],
-            big[:, :, 1:43:2, 5:79:2],
-            big[:1, :1, 7:28, 3:40].expand(2, 2, -1, -1),
-            big.permute(2, 3, 0, 1)[:2, :2].repeat(1, 1, 11, 19)[..., :21, :37],
-        )
-        for view in views:
-            problem = build(Dims(2, 2, 2, 21, 37, 8, 8), (), torch.float32)
-            problem.kwargs["mask"] = view
-            problem.needs_grad += ("mask",) if dtype == torch.float32 else ()
-            problem.name += f":{dtype}{view.stride()}"
-            problems.append(problem)
-    run_all(name, problems)
-
-
-WANTS = [
-    tuple(x for at, x in enumerate(("q", "k", "v", "mask", "sinks")) if bits >> at & 1)
-    for bits in range(1, 32)
-]
-
-
-@every_backend
-def test_every_subset_of_gradients(name):
-    """Only the mask requires grad, only the sinks, all but v, etc.: all are independent."""
-    features = (FEATURE["bias_grad"], FEATURE["sinks"], FEATURE["causal"])
-    problem = build(square(2, 2, 19, 8), features, torch.float32)
-    run_all(name, [replace(problem, needs_grad=x, name="+".join(x)) for x in WANTS])
-
-
-@every_backend
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_key_lengths_dtype_and_stride(name, dtype):
-    problem = build(square(4, 2, 19, 8), (FEATURE["lengths"],), torch.float32)
-    lengths = problem.kwargs["key_lengths"].to(dtype)
-    stepped = torch.full((8,), 99, dtype=dtype)
-    stepped[::2] = lengths
-    strided = replace(problem, kwargs=dict(key_lengths=stepped[::2]), name="every second")
-    run_all(name, [replace(problem, kwargs=dict(key_lengths=lengths)), strided])
-
-
-@every_dtype
-@every_backend
-def test_alibi_and_sinks_of_any_dtype(name, dtype):
-    """16-bit slopes and sinks, with the gradient of sinks in their own dtype."""
-    declares(name, DTYPES[dtype])
-    problem = build(square(2, 2, 19, 8), (FEATURE["alibi"], FEATURE["sinks"]), DTYPES[dtype])
-    for given in ("alibi_slopes", "sinks"):
-        problem.kwargs[given] = problem.kwargs[given].to(DTYPES[dtype])
-    run_all(name, [problem])
 
 
 @every_dtype

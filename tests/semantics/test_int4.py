@@ -11,12 +11,11 @@ from fastattn.backends import base
 from fastattn.call.int4 import INT4, dequantised_int4, quantised_int4
 from fastattn.call.spec import Feature
 from tests.semantics.test_int4_rows import random_rows
-from tests.semantics.test_packed import CASES, FEW, batch
-from tests.semantics.test_paged import in_pages, of_scores
+from tests.semantics.test_packed import FEW, batch
+from tests.semantics.test_paged import in_pages
 from tests.semantics.test_storage import run, same_on_threads
 from tests.support.backends import FUSED, declares, every_dtype, not_interpreted, variant, variants
-from tests.support.cases import DTYPES, FEATURE, PLAIN, name_of
-from tests.support.marks import parametrize
+from tests.support.cases import DTYPES, FEATURE, PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,25 +79,6 @@ def check(name, made, pages=()):
 
 
 @every_backend
-@parametrize("features", [f for f in CASES if of_scores(f)], ids=name_of, fast=11)
-def test_every_feature(name, features):
-    declares(name, torch.float32, Feature.INT4)
-    check(name, batch(features, torch.float32, d=32), (5,))
-    check(name, batch(features, torch.bfloat16, d=32))
-
-
-@every_backend
-@every_dtype
-@parametrize("d", (32, 64, 96, 128, 160), fast=1)
-def test_every_dtype_and_width(name, dtype, d):
-    """Calls of one row, of few and of many; heads with their own keys or shared ones."""
-    declares(name, DTYPES[dtype], Feature.INT4)
-    for features in (PLAIN, (FEATURE["mqa"], FEATURE["bottom_right"])):
-        for sizes in (FEW, ((40, 200), (90, 33))):
-            check(name, batch(features, DTYPES[dtype], sizes, d), (1, 7, 16, 129))
-
-
-@every_backend
 @every_dtype
 def test_values_that_every_dtype_has(name, dtype):
     """Kernels round none of these: results are those of plain rows, but for the sums' order."""
@@ -157,19 +137,6 @@ def test_scores_of_queries_with_a_large_column(name, dtype, size):
 
 
 @every_backend
-def test_odd_sizes(name):
-    """Sizes drawn at random, with values of another width than keys."""
-    declares(name, torch.float32, Feature.INT4)
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(12):
-        sizes = torch.randint(0, 90, (4, 2), generator=generator).tolist()
-        d, dv = (32 * int(torch.randint(1, 5, (1,), generator=generator)) for _ in range(2))
-        made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), torch.float32, sizes, d)
-        made.given["v"] = random_rows(torch.float32, *made.given["v"].shape[:2], dv) / 64
-        check(name, made, (11,))
-
-
-@every_backend
 @pytest.mark.parametrize("d, dv", ((576, 512), (1024, 32), (0, 32), (32, 0)))
 def test_wide_and_empty_rows(name, d, dv):
     declares(name, torch.float32, Feature.INT4)
@@ -194,22 +161,6 @@ def test_row_invariant(name):
                 many, _ = run(stored, name)
                 last, _ = run(stored | dict(q=stored["q"][-3:], cu_q=torch.tensor([0, 3])), name)
                 assert torch.equal(many[-3:], last), (isa, dtype)
-
-
-@every_backend
-def test_any_layout_of_rows(name):
-    declares(name, torch.float32, Feature.INT4)
-    stored, _ = kept(batch(PLAIN, torch.float32, d=64))
-    expected = run(stored, name)
-    for change in (
-        lambda x: x.repeat_interleave(2, -1)[..., ::2],
-        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-        lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-        lambda x: torch.cat([x[..., :1], x], -1)[..., 1:],  # scales at odd addresses
-    ):
-        changed = {x: change(stored[x]) for x in "kv"}
-        for x, y in zip(expected, run(stored | changed, name), strict=True):
-            assert torch.equal(x, y)
 
 
 @every_backend

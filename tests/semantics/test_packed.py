@@ -9,18 +9,13 @@ import torch
 import fastattn
 from fastattn import Place
 from fastattn.backends import base
-from fastattn.call.spec import Feature
 from tests.support.backends import (
-    DECLARED,
-    declares,
     every_backend,
-    passed,
     small,
-    thinned,
     variant,
     variants,
 )
-from tests.support.cases import DTYPES, FEATURE, FEATURES, PLAIN, Dims, build, lay, name_of
+from tests.support.cases import FEATURE, FEATURES, PLAIN, Dims, build, name_of
 from tests.support.edge_cases import inside_nan
 from tests.support.error_budget import Verdict, one_thread
 from tests.support.marks import parametrize
@@ -201,13 +196,6 @@ def everywhere(name, made):
     return lines
 
 
-@every_backend
-@parametrize("features, dtype", thinned(CASES, DECLARED), ids=name_of, fast=8)
-def test_packed(name, features, dtype):
-    declares(name, DTYPES[dtype], Feature.PACKED)
-    passed(everywhere(name, batch(features, DTYPES[dtype])))
-
-
 # Few rows and many keys: some backends split the keys.
 FEW = ((1, 170), (0, 20), (3, 150), (2, 0), (1, 1), (2, 139))
 CUT = (
@@ -215,12 +203,6 @@ CUT = (
     "alibi_batch sinks lse_loss mqa",
     "left_window dropout bias_grad",
 )
-
-
-@every_backend
-@pytest.mark.parametrize("names", ["", *CUT])
-def test_few_rows_of_many_keys(name, names):
-    passed(everywhere(name, batch([FEATURE[x] for x in names.split()], torch.float32, FEW)))
 
 
 @every_backend
@@ -258,32 +240,6 @@ def test_packed_draws_and_has_the_bits_of_a_padded_batch(name):
     )
     whole = fastattn.attention(*stacked, **options, key_lengths=lengths)
     assert torch.equal(whole.transpose(1, 2).flatten(0, 1), packed)
-
-
-@every_backend
-@pytest.mark.parametrize("layout", ("offset_slices", "column_major", "expanded"))
-def test_packed_is_read_as_it_lies(name, layout):
-    made = batch(PLAIN, dtype_of(name))
-    expected = made.run(backend=name)
-    if layout == "expanded":  # one head in memory, expanded
-        for x in "qkv":
-            made.given[x] = made.given[x][:, :1].clone().expand_as(made.given[x])
-        made.given |= {x: made.given[x].contiguous() for x in "qkv"}
-        expected = made.run(backend=name)
-    for x in "qkv":
-        made.given[x] = lay(made.given[x].transpose(0, 1)[None], layout)[0].transpose(0, 1)
-    found = made.run(backend=name)
-    assert all(torch.equal(expected[x], found[x]) for x in expected)
-
-
-@every_backend
-def test_offsets_are_of_any_integers_and_spaced(name):
-    made = batch((FEATURE["bottom_right"],), dtype_of(name))
-    expected = made.run(backend=name)
-    for change in (torch.Tensor.int, lambda x: x.repeat_interleave(2)[::2]):
-        made.given |= {x: change(made.given[x]) for x in ("cu_q", "cu_k")}
-        found = made.run(backend=name, max_q=70, max_k=2**20)
-        assert all(torch.equal(expected[x], found[x]) for x in expected)
 
 
 @every_backend

@@ -7,7 +7,7 @@ import torch
 import fastattn
 from fastattn.backends.native.launcher import prepared
 from fastattn.call.spec import Feature
-from tests.semantics.test_packed import CASES, SIZES, batch, complaints, name_of
+from tests.semantics.test_packed import CASES, batch, name_of
 from tests.support.backends import (
     declares,
     every_backend,
@@ -16,7 +16,7 @@ from tests.support.backends import (
     variant,
     variants,
 )
-from tests.support.cases import DTYPES, FEATURE, PLAIN
+from tests.support.cases import FEATURE
 from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,72 +73,6 @@ def test_pages_have_the_bits_of_a_contiguous_cache(name, features):
                     found = fastattn.attention_packed(**in_pages(made, page), **options)
                     for x, y in zip(whole, found, strict=True):
                         assert torch.equal(x, y), (isa, dtype, page)
-
-
-@every_backend
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pages_of_every_dtype_and_of_int32_tables(name, dtype):
-    declares(name, DTYPES[dtype], Feature.PAGED)
-    features = (FEATURE["bottom_right"], FEATURE["gqa"])
-    made = batch(features, DTYPES[dtype])
-    given = in_pages(made, 16, torch.int32)
-    for backend in (name, "reference"):
-        with torch.no_grad():
-            found = fastattn.attention_packed(**given, backend=backend)
-            whole = fastattn.attention_packed(**made.given, backend=backend)
-        assert torch.equal(found, whole), backend
-
-
-FEW = ((1, 300), (3, 47), (2, 128), (4, 1), (1, 133))
-
-
-@every_backend
-@pytest.mark.parametrize("d", (32, 96))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_few_rows_of_whole_vectors(name, dtype, d):
-    """Kernels read such rows in place, as many at a time as a tile has, or fewer."""
-    declares(name, DTYPES[dtype], Feature.PAGED)
-    made = batch((FEATURE["gqa"],), DTYPES[dtype], FEW, d=d)
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa), torch.no_grad():
-            whole = fastattn.attention_packed(**made.given, backend=name)
-            for page in small((16, 20, 32, 64), (16,)):
-                found = fastattn.attention_packed(**in_pages(made, page), backend=name)
-                assert torch.equal(found, whole), (isa, page)
-
-
-@every_backend
-@pytest.mark.parametrize("rows", (1, 3, 40))
-def test_sequences_share_pages_and_what_is_appended_is_seen(name, rows):
-    """Four branches with a common prefix, each with its own rows appended, and a tree mask."""
-    declares(name, torch.float32, Feature.PAGED)
-    generator = torch.Generator().manual_seed(rows)
-    page, prefix, branches = 16, 48, 4
-    pool = torch.randn(20, page, 2, 8, generator=generator)
-    values = torch.randn(20, page, 2, 24, generator=generator)
-    own = -(-rows // page)
-    table = torch.tensor(
-        [[7, 3, 11, *range(12 + b * own, 12 + (b + 1) * own)] for b in range(branches)]
-    )
-    table = table.clamp(max=19)
-    lengths = torch.full((branches,), prefix + rows)
-    q = torch.randn(branches * rows, 4, 8, generator=generator)
-    cu_q = torch.arange(branches + 1) * rows
-    tree = torch.rand(branches, 1, rows, prefix + rows, generator=generator) < 0.8
-    tree[..., 0] = True
-    out = fastattn.attention_packed(
-        *(q, pool, values, cu_q),
-        **dict(
-            block_table=table, key_lengths=lengths, mask=tree, max_k=prefix + rows, backend=name
-        ),
-    )
-    for b in range(branches):
-        keys, vals = (x[table[b]].flatten(0, 1)[: prefix + rows] for x in (pool, values))
-        mine = q[b * rows : (b + 1) * rows]
-        expected = fastattn.attention(
-            *(x.transpose(0, 1)[None] for x in (mine, keys, vals)), mask=tree[b], backend=name
-        )
-        assert torch.equal(expected[0].transpose(0, 1), out[b * rows : (b + 1) * rows])
 
 
 WRONG = {
@@ -228,11 +162,6 @@ def test_pages_are_explained_and_compiled():
     assert fastattn.explain(**given).spec.features & Feature.PAGED
     compiled = torch.compile(fastattn.attention_packed, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**given), fastattn.attention_packed(**given))
-
-
-def test_the_batch_that_pages_are_compared_with_is_right():
-    made = batch(PLAIN, torch.float32)
-    assert not list(complaints(made, made.run())) and len(made.keys) == len(SIZES)
 
 
 @every_backend

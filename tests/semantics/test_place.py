@@ -4,7 +4,6 @@ Each block gets its position (`fastattn.Place`); blocks of keys are combined by 
 The oracle of the whole call judges the results, with the whole call's error budget.
 """
 
-import dataclasses
 import itertools
 
 import pytest
@@ -14,7 +13,6 @@ import fastattn
 from fastattn import Place
 from fastattn.call.spec import ARGUMENTS
 from tests.support.backends import (
-    declares,
     every_backend,
     not_interpreted,
     passed,
@@ -102,19 +100,6 @@ def test_parts_make_the_whole(name, features, axis):
 
 
 @every_backend
-@pytest.mark.parametrize("axis", AXES[:3])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_parts_of_16_bits(name, axis, dtype):
-    """All axes but keys: blocks of keys are rounded before they are merged."""
-    declares(name, DTYPES[dtype])
-    features = tuple(FEATURE[x] for x in ["bottom_right", "lengths", "alibi", "dropout", "softcap"])
-    verdict = Verdict(build(DIMS, features, DTYPES[dtype]))
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa):
-            passed(verdict.complaints(in_parts(axis), backend=name))
-
-
-@every_backend
 @pytest.mark.parametrize("key", range(9))
 def test_draws_go_on_where_keys_begin(name, key):
     """Draws are bitwise equal wherever a cut splits a group of four keys, also in decoding."""
@@ -199,89 +184,3 @@ def test_place_is_compiled():
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     eager, found = problem.run(function), problem.run(compiled)
     assert all(torch.equal(eager[x], found[x]) for x in eager)
-
-
-# Of the larger call's indices; h and b have slopes and documents of their own.
-DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 2]).repeat_interleave(20)
-FUNCTIONS = {
-    "causal": dict(mask_mod=lambda b, h, i, j: i >= j),
-    "a window": dict(mask_mod=lambda b, h, i, j: (i - j <= 5) & (j - i <= 3)),
-    "a length": dict(mask_mod=lambda b, h, i, j: j < 31),
-    "a prefix": dict(mask_mod=lambda b, h, i, j: (i >= j) | (j < 12)),
-    "documents": dict(mask_mod=lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j]),
-    "of heads and items": dict(mask_mod=lambda b, h, i, j: i + 3 * h >= j + 2 * b),
-    "ALiBi": dict(score_mod=lambda s, b, h, i, j: s - 0.05 * (h + 1) * (i - j).abs()),
-    "a bias": dict(score_mod=lambda s, b, h, i, j: s + 0.01 * (i - 2 * j) + 0.1 * b),
-    "both": dict(
-        mask_mod=lambda b, h, i, j: i >= j,
-        score_mod=lambda s, b, h, i, j: s - 0.05 * (i - j).abs(),
-    ),
-}
-
-
-# What keeps a function that has the form of an argument, as a band, from becoming that argument.
-BESIDE = {
-    "inside": lambda rows: dict(
-        place=Place(row=20, key=6, head=1, item=2, rows=20 + rows + 4, keys=6 + 51 + 7)
-    ),
-    "aligned": lambda rows: dict(place=Place(bottom_right=True)),
-    "a window": lambda rows: dict(window=(7, 2)),
-    "lengths": lambda rows: dict(key_lengths=torch.tensor([51, 3, 20])),
-}
-
-
-@not_interpreted
-@pytest.mark.parametrize("rows", (1, 3, 37))
-@pytest.mark.parametrize("beside", BESIDE)
-@parametrize("what", FUNCTIONS, fast=8)
-def test_functions_count_in_the_larger_call(what, beside, rows):
-    """b, h, i and j do, with every place, and beside arguments that hide keys, too."""
-    problem = build(Dims(3, 2, 2, rows, 51, 8, 8), (FEATURE["lse_loss"],), torch.float32)
-    functions, given = FUNCTIONS[what], BESIDE[beside](rows)
-    place = given.get("place", Place())
-    first = zip((place.item, place.head, place.row, place.key), (3, 2, rows, 51), strict=True)
-    b, h, i, j = torch.meshgrid(*(torch.arange(at, at + n) for at, n in first), indexing="ij")
-    mask = torch.zeros(3, 2, rows, 51)
-    if "score_mod" in functions:
-        mask = functions["score_mod"](mask, b, h, i, j)
-    if "mask_mod" in functions:
-        mask = mask.masked_fill(~functions["mask_mod"](b, h, i, j), -torch.inf)
-    kwargs = problem.kwargs | dict(mask=mask) | {x: y for x, y in given.items() if x != "place"}
-    verdict = Verdict(dataclasses.replace(problem, kwargs=kwargs))
-    for isa in variants("cpu", torch.float32):
-        with variant(isa):
-            found = problem.run(fastattn.attention, backend="cpu", **given, **functions)
-            passed([f"{isa}: {line}" for line in verdict.about(found)])
-
-
-@every_backend
-@pytest.mark.parametrize("rows", (1, 3, 37))
-@pytest.mark.parametrize("keys", (20, 51, 300))
-def test_rows_that_end_where_keys_end(name, keys, rows):
-    """Without causal, a place aligns windows and slopes, alone and in a packed batch."""
-    problem = build(Dims(3, 2, 2, rows, keys, 8, 8), (FEATURE["lse_loss"],), torch.float32)
-    lengths, slopes = torch.tensor([keys, keys // 2, 5]), torch.tensor([0.02, 0.3])
-    distance = torch.arange(rows)[:, None] + lengths[:, None, None, None] - rows
-    distance = distance - torch.arange(keys)
-    mask = -slopes[:, None, None] * distance.abs()
-    mask = mask.masked_fill((distance > 9) | (distance < -4), -torch.inf)
-    aligned = dict(window=(9, 4), alibi_slopes=slopes, place=Place(bottom_right=True))
-    shown = dataclasses.replace(
-        problem, kwargs=problem.kwargs | dict(mask=mask, key_lengths=lengths)
-    )
-    verdict = Verdict(shown)
-
-    def packed(q, k, v, *, key_lengths, **given):
-        inside = torch.arange(keys) < key_lengths[:, None]
-        k, v = (x.transpose(1, 2)[inside] for x in (k, v))
-        q = q.transpose(1, 2).flatten(0, 1)
-        cu_k = torch.nn.functional.pad(key_lengths.cumsum(0), (1, 0))
-        offsets = dict(cu_q=torch.arange(4) * rows, cu_k=cu_k, max_q=rows, max_k=keys)
-        results = fastattn.attention_packed(q, k, v, **offsets, **given)
-        return tuple(x.unflatten(0, (3, rows)).transpose(1, 2) for x in results)
-
-    for isa in variants(name, torch.float32):
-        with variant(isa):
-            for call in (fastattn.attention, packed):
-                given = aligned | dict(key_lengths=lengths, backend=name)
-                passed(verdict.about(problem.run(call, **given)))

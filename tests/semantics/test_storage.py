@@ -15,18 +15,17 @@ from fastattn.call import quantisation
 from fastattn.call.quantisation import dequantised, quantised
 from fastattn.call.spec import Feature
 from tests.kv_cache.test_cache import Model, check_changes
-from tests.semantics.test_packed import CASES, FEW, batch
-from tests.semantics.test_paged import in_pages, of_scores
+from tests.semantics.test_packed import batch
+from tests.semantics.test_paged import in_pages
 from tests.support.backends import (
     declares,
     every_backend,
     every_dtype,
     not_interpreted,
-    thinned,
     variant,
     variants,
 )
-from tests.support.cases import DTYPES, FEATURE, PLAIN, name_of
+from tests.support.cases import DTYPES, FEATURE, PLAIN
 from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,28 +135,6 @@ def near(found, rounded, wide, more=0):
         assert error <= bound + more
 
 
-FULL = [f for f in CASES if of_scores(f)]
-
-
-@every_backend
-@parametrize("features, storage", thinned(FULL, NAMES), ids=name_of, fast=36)
-def test_quantised_cache_with_every_feature(name, features, storage):
-    declares(name, torch.float32, Feature.QUANTISED)
-    same(name, batch(features, torch.bfloat16), storage, (5,))
-
-
-@every_backend
-@every_storage
-@every_dtype
-@parametrize("d", (8, 33, 64, 96), fast=1)
-def test_quantised_cache_of_every_dtype_and_width(name, dtype, storage, d):
-    """Calls of one row, of few and of many; heads with their own keys or shared ones."""
-    declares(name, DTYPES[dtype], Feature.QUANTISED)
-    for features in (PLAIN, (FEATURE["mqa"], FEATURE["bottom_right"])):
-        for sizes in (FEW, ((40, 200), (90, 33))):
-            same(name, batch(features, DTYPES[dtype], sizes, d), storage, (1, 7, 64, 129))
-
-
 @every_backend
 @every_storage
 @every_dtype
@@ -168,33 +145,6 @@ def test_quantised_cache_with_huge_and_tiny_scales(name, dtype, storage):
     for sizes in (((40, 200), (90, 190)), ((1, 200), (4, 190))):
         made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), DTYPES[dtype], sizes, 32)
         same(name, made, storage, (48,), strange)
-
-
-@every_backend
-@every_storage
-def test_quantised_cache_with_row_invariant(name, storage):
-    declares(name, torch.float32, Feature.QUANTISED | Feature.INVARIANT)
-    for dtype in (torch.float32, torch.bfloat16):
-        made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), dtype, FEW, 64)
-        made.given["row_invariant"] = True
-        same(name, made, storage, (48,))
-
-
-@every_backend
-@every_storage
-def test_any_layout_of_keys_values_and_scales(name, storage):
-    """Keys, values and scales with strided columns, heads first, or columns first."""
-    declares(name, torch.float32, Feature.QUANTISED)
-    stored, _ = kept(batch(PLAIN, torch.float32), NAMES[storage])
-    expected = run(stored, name)
-    for change in (
-        lambda x: x.repeat_interleave(2, -1)[..., ::2],
-        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-        lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    ):
-        changed = {x: change(stored[x]) for x in ("k", "v", "k_scale", "v_scale")}
-        for x, y in zip(expected, run(stored | changed, name), strict=True):
-            assert torch.equal(x, y)
 
 
 @every_backend

@@ -4,17 +4,14 @@ instruction set."""
 import itertools
 
 import pytest
-import torch
 
-import fastattn
 from fastattn.backends import base
-from tests.semantics import test_packed, test_tangents
+from tests.features import checking, factors
+from tests.semantics import test_tangents
 from tests.semantics.test_features import run_all
-from tests.semantics.test_paged import in_pages
-from tests.semantics.test_storage import NAMES, same
 from tests.semantics.test_weights import about_weights
-from tests.support.backends import DECLARED, REASONS, passed, variant, variants
-from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of
+from tests.support.backends import DECLARED, REASONS, not_interpreted, passed
+from tests.support.cases import DTYPES, FEATURE, PLAIN, Dims, build
 from tests.support.marks import parametrize
 
 WIDE = [x for x in REASONS if (base.get(x).support.max_head_dim or 0) >= 1024 and not REASONS[x]]
@@ -24,11 +21,6 @@ pytestmark = [
 ]
 every_wide_backend = pytest.mark.parametrize("name", WIDE)
 LATENT = Dims(1, 4, 1, 19, 140, 576, 512)
-FEW = {
-    "one row": Dims(1, 16, 1, 1, 1111, 576, 512),
-    "two rows": Dims(2, 6, 2, 2, 300, 1024, 513),
-    "three rows": Dims(1, 4, 4, 3, 141, 513, 1024),
-}
 # The edges of the tiles of every instruction set, which the sizes of test_every_odd_head_dim have.
 EDGES = [n + e for n in (16, 32, 64, 128) for e in (-1, 0, 1)]
 
@@ -51,41 +43,19 @@ def test_every_odd_head_dim(name, first, dtype):
     run_all(name, problems)
 
 
-@every_wide_backend
-@parametrize("features, dtype", in_turn([PLAIN, *SINGLES], DECLARED), ids=name_of, fast=9)
-def test_features(name, features, dtype):
-    run_all(name, [build(LATENT, features, DTYPES[dtype])])
+WIDTHS = ((576, 512), (513, 1024), (577, 3), (1024, 544))
+ROWS = [
+    ("dense", row | dict(zip(("D", "Dv"), WIDTHS[row["M"] % 4])))
+    for row in factors.rows("dense", most=24, qv=("no",))
+]
+ROWS += [("paged", row) for row in factors.rows("paged", most=24, widths=WIDTHS, qv=("no",))]
 
 
-@pytest.mark.slow
-@every_wide_backend
-@pytest.mark.parametrize("dtype", DECLARED)
-@pytest.mark.parametrize("dims", FEW.values(), ids=FEW)
-def test_few_rows(name, dims, dtype):
-    names = ("gqa", "lengths", "sinks", "lse_loss")
-    run_all(name, [build(dims, x, DTYPES[dtype]) for x in (PLAIN, [FEATURE[y] for y in names[1:]])])
-
-
-@every_wide_backend
-@parametrize("dtype", DECLARED, fast=3)
-def test_packed_and_in_pages(name, dtype):
-    features = (FEATURE["gqa"], FEATURE["bottom_right"])
-    sizes = ((5, 37), (40, 130), (1, 3))
-    passed(test_packed.everywhere(name, test_packed.batch(features, DTYPES[dtype], sizes, 577)))
-    made = test_packed.batch(features, DTYPES[dtype], ((1, 130), (2, 64), (33, 70)), 576)
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa), torch.no_grad():
-            whole = fastattn.attention_packed(**made.given, backend=name)
-            for page in (16, 64):
-                paged = fastattn.attention_packed(**in_pages(made, page), backend=name)
-                assert torch.equal(whole, paged), (isa, page)
-
-
-@every_wide_backend
-@pytest.mark.parametrize("storage, dtype", in_turn([*NAMES, *NAMES], DECLARED))
-def test_in_eight_bits(name, storage, dtype):
-    made = test_packed.batch((FEATURE["mqa"],), DTYPES[dtype], ((1, 130), (3, 64), (33, 70)), 576)
-    same(name, made, storage, (16,))
+@not_interpreted
+@parametrize("form, row", ROWS, fast=6)
+def test_calls(form, row):
+    for way in checking.ways(row)[:: 3 if form == "dense" else 1]:
+        assert not checking.report(form, row, way)
 
 
 @every_wide_backend
