@@ -1,5 +1,4 @@
-"""On a GPU: attention to selected keys against its definition, and the choice of keys against the
-CPU's. tests/semantics/test_selected.py has the same for CPUs and in the interpreter."""
+"""On a GPU: bits of attention to selected keys, and the choice of keys against the CPU's."""
 
 import pytest
 import torch
@@ -7,19 +6,13 @@ import torch
 import fastattn
 from tests.semantics import test_selected as selected
 from tests.semantics.test_selection import whole
-from tests.support.gpu import BACKENDS, DTYPES, every_dtype, on_gpu
+from tests.support.gpu import BACKENDS, on_gpu
 
 pytestmark = on_gpu
 NAMES = [
     pytest.param(name, marks=[pytest.mark.skip(reason=str(why))] * bool(why))
     for name, why in BACKENDS.items()
 ]
-SHAPES = {
-    # heads, key heads, D, Dv, block, indices of a row
-    "16 heads on one, keys": (16, 1, 64, 64, 1, 30),
-    "4 heads on 2, blocks of 4": (4, 2, 40, 24, 4, 6),
-    "3 heads, blocks of 16": (3, 3, 128, 128, 16, 2),
-}
 
 
 def on_device(name, indices, block, given):
@@ -34,28 +27,6 @@ def on_device(name, indices, block, given):
         return out.cpu(), lse.cpu()
 
     return call
-
-
-@every_dtype
-@pytest.mark.parametrize("what", [x for x in selected.GIVEN if x != "sinks"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("groups", selected.GROUPS)
-@pytest.mark.parametrize("name", NAMES)
-def test_selected_keys(name, groups, shape, what, dtype):
-    H, Hk, D, Dv, block, count = SHAPES[shape]
-    if name == "cuda" and dtype == "float32":
-        pytest.skip("cuda has no float32")
-    given = selected.GIVEN[what]
-    indices = selected.chosen(selected.GROUPS[groups](H, Hk), block, count)
-    leaves = selected.tensors(H, Hk, D, Dv, DTYPES[dtype])
-    found = selected.results(on_device(name, indices, block, given), leaves)
-
-    def exact(**x):
-        x = {name: y.double() for name, y in x.items()}
-        return selected.formula(indices=indices, block=block, **x, **given)
-
-    bound = 1e-4 if dtype == "float32" else selected.BOUND[dtype]
-    selected.close(found, selected.results(exact, leaves), bound)
 
 
 @pytest.mark.parametrize("name", NAMES)
