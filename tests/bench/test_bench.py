@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import math
 import os
 import subprocess
 
@@ -13,7 +12,7 @@ import torch
 
 from bench import commands
 from bench.__main__ import main
-from bench.cases import BACKWARD, FORWARD, GRIDS, PASSES, PLAIN, TRAINING
+from bench.cases import FORWARD, GRIDS, PASSES, PLAIN
 from bench.masks import MASKS, SWEPT
 from bench.measure import machine, progress, roofline, timing
 from bench.peers.registry import BASELINE, SUBJECT
@@ -92,16 +91,6 @@ def test_a_run_measures_every_cell_of_its_sweep(result):
             assert entry["peers"][SUBJECT]["percent_of_read"] > 0
 
 
-def test_backward_and_training_share_their_samples(result):
-    """Backward is a part of training: training takes longer, in every quartile."""
-    cells = {(c["dtype"], c["mask"], c["pass"]): c for c in result["cells"]}
-    for (dtype, mask, what), cell in cells.items():
-        if what == BACKWARD:
-            for part, whole in zip(cell["timings"], cells[dtype, mask, TRAINING]["timings"]):
-                for peer in DEFAULT:
-                    assert part["peers"][peer]["q1_ms"] < whole["peers"][peer]["q1_ms"]
-
-
 def test_a_run_draws_its_pictures(result):
     pytest.importorskip("matplotlib")
     (picture,) = result["folder"].glob("*-speedup.png")
@@ -155,30 +144,11 @@ def test_rounds_are_interleaved_in_alternating_order():
     assert measured == list("abbaabbaab")
 
 
-def test_phases_are_timed_separately_and_pass_on_their_results():
-    ticks = iter([0.0, 1.0, 10.0, 13.0])
-    clock = timing.HostClock("counted", lambda: next(ticks))
-    program = (lambda _: "out", lambda out: out + "!")
-    assert clock.sample(program, 1) == [1.0, 3.0]
-
-
-def test_useful_flops():
-    full, causal = case(B=2, H=3, N=8), case("causal", B=2, H=3, N=8)
-    assert full.flops(FORWARD) == 4 * 8 * 8 * 16 * 6
-    assert full.flops(TRAINING) == full.flops(FORWARD) + full.flops(BACKWARD)
-    assert math.isclose(causal.flops(FORWARD) / full.flops(FORWARD), 36 / 64)
-
-
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", [{"N": 300}, {"N": 300, "M": 7}], ids=str)
 def test_the_pairs_counted_are_those_that_are_visible(mask, sizes):
     for B in (1, 3) if not MASKS[mask].learned else (1,):
         assert case(mask, B=B, **sizes).pairs() == int(case(mask, B=B, **sizes).visible().sum())
-
-
-def test_a_quarter_of_the_keys_is_padding():
-    assert case("padding", N=400).lengths().tolist() == [300]
-    assert case("padding", B=4, N=400).lengths().tolist() == [225, 275, 325, 375]
 
 
 @pytest.mark.parametrize("preset", GRIDS)
@@ -212,13 +182,6 @@ def test_the_file_is_named_after_the_device(vendor, family, number, name, expect
     cpu = {"vendor": vendor, "family": family, "number": number, "amx": False}
     assert machine.slug({"device": "cpu", "name": name, "cpu": cpu}) == expected
     assert machine.slug({"device": "cuda", "name": "NVIDIA H200", "cpu": cpu}) == "nvidia-h200"
-
-
-def test_the_name_of_a_machine_includes_its_tiles():
-    cpu = {"vendor": "GenuineIntel", "family": "6", "number": "207", "amx": True}
-    described = {"device": "cpu", "name": "Intel(R) Xeon(R)", "cpu": cpu}
-    assert machine.words(described) == "Intel Emerald Rapids, 512-bit units, AMX"
-    assert machine.slug(described) == "intel-emerald-rapids-512-bit-units-amx"
 
 
 def test_a_machine_that_hides_its_model_has_no_number():

@@ -7,15 +7,13 @@ import itertools
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 
 from bench.__main__ import main
-from bench.masks import MASKS
 from bench.measure import machine, peak_memory, timing
 from bench.peers.registry import BASELINE, SUBJECT
-from bench.report import comparison, console, glance, pages, pictures, results
+from bench.report import comparison, console, glance, pictures, results
 from fastattn.examples.common import new_figure
 from tests.support.bench_helpers import case, cells, know_ceilings
 
@@ -71,14 +69,6 @@ def test_compare_finds_a_planted_regression(files, sweep, capsys):
     assert "1 under 0.9: FAILED" in capsys.readouterr().out
     assert main(["report", "--compare", *map(str, files), "--fail-under", "0.4"]) == 0
     assert main(["report", "--compare", str(files[0]), str(files[0]), "--fail-under", "0.99"]) == 0
-
-
-def test_compare_takes_a_failed_cell_for_a_regression(files, sweep, capsys):
-    broken = copy.deepcopy(sweep)
-    broken["cells"][0] |= {"status": "failed", "timings": []}
-    files[1].write_text(json.dumps(broken))
-    assert main(["report", "--compare", *map(str, files), "--fail-under", "0.5"]) == 1
-    assert "FAILED in the second" in capsys.readouterr().out
 
 
 def test_compare_without_common_cells_fails(files, sweep, capsys):
@@ -143,26 +133,6 @@ def test_wall_times_of_a_busy_machine_are_left_out(sweep):
         assert [("7.77" in x, "busy" in x) for x in lines] == [(shown, not shown)] * len(lines)
 
 
-def test_a_busy_machine_has_no_ratio_in_any_column(sweep):
-    """Not in the first one either, on which a sweep of two threads alone has its times."""
-    result = copy.deepcopy(sweep)
-    for cell in result["cells"]:
-        timed = cell["timings"][0]
-        timed["threads"] = 2
-        timed["peers"][BASELINE]["speedup"] = dict.fromkeys(("q1", "median", "q3"), 7.77)
-    for others, shown in ((0.02, True), (0.5, False)):
-        for cell in result["cells"]:
-            cell["timings"][0]["others"] = others
-        lines = ["\n".join(console.table(result["cells"]))]
-        lines += map(console.one_line, result["cells"])
-        assert [("7.77" in x, "busy" in x) for x in lines] == [(shown, not shown)] * len(lines)
-        assert ("best 7.77" in "\n".join(console.conclusion(result))) == shown
-    idle = result["cells"][0]
-    idle["timings"][0]["others"] = 0.02
-    ratio, *_ = console.conclusion(result)
-    assert "the median of 1 rows, 2 threads" in ratio
-
-
 def test_other_processes_are_counted(monkeypatch):
     """One and a half cores of two, less ours."""
     cores, begun = os.cpu_count() or 1, (100.0, 10.0, 5.0)
@@ -174,21 +144,6 @@ def test_other_processes_are_counted(monkeypatch):
     clock = timing.HostClock("steps", itertools.count().__next__)
     timing.interleaved({"a": (lambda _: None,)}, clock, 1.0)
     assert clock.others == pytest.approx(0.25)
-
-
-def test_titles_and_legends_are_inside_of_pictures(sweep):
-    pytest.importorskip("matplotlib")
-    about = sweep["machine"]
-    unknown = about["cpu"] | {"vendor": "unknown"}
-    machine_of_a_long_name = about | {"name": "A processor of a long name " * 3, "cpu": unknown}
-    cells_of_one_panel = [c for c in sweep["cells"] if c["mask"] == "full"]
-    result = sweep | {"machine": machine_of_a_long_name, "cells": cells_of_one_panel}
-    for suffix, draw in pictures.PICTURES.items():
-        figure = draw(result, new_figure)
-        figure.canvas.draw()
-        for part in filter(None, [figure._suptitle, *figure.texts, *figure.legends]):
-            box = part.get_window_extent()
-            assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, (suffix, part)
 
 
 def test_the_picture_of_the_readme_has_a_mark_for_each_machine_and_a_bar_for_each_engine():
@@ -211,19 +166,6 @@ def test_the_picture_of_the_readme_has_a_mark_for_each_machine_and_a_bar_for_eac
     other = kept | {"machine": kept["machine"] | {"cpu": older}}
     (legend,) = glance.draw([rest, kept, other, engines], new_figure).legends
     assert [text.get_text() for text in legend.get_texts()] == ["AMD Zen 4", "AMD Zen 3"]
-
-
-@pytest.mark.parametrize("width", [400, 900])
-def test_the_picture_of_the_readme_reads_at(width):
-    """Its letters are at least 8 pixels high, and none is past its edge."""
-    text = pytest.importorskip("matplotlib.text")
-    figure = glance.draw([*map(results.read, machine.RESULTS.glob("*.json"))], new_figure)
-    figure.draw_without_rendering()
-    scale = width / (figure.get_figwidth() * figure.dpi)
-    for words in figure.findobj(lambda x: isinstance(x, text.Text) and x.get_text()):
-        box = words.get_window_extent()
-        assert words.get_fontsize() * figure.dpi / 72 * scale >= 8, words
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.width, words
 
 
 def test_a_report_is_written_between_markers(files, tmp_path, sweep):
@@ -249,16 +191,6 @@ def test_a_page_without_its_markers_is_left_alone(text, files, tmp_path, capsys)
     page.write_text(text)
     assert main(["report", str(files[0]), "--pages", str(page)]) == 2
     assert page.read_text() == text and "expected" in capsys.readouterr().err
-
-
-def test_every_table_has_a_row_for_what_was_measured(sweep):
-    rows = list(pages.memory([sweep]))
-    assert rows[0] == "| extra MB, forward+backward | fastattn | torch |" and len(rows) == 2 + 4
-    kinds = {name: kind for name, (kind, _) in pages.TABLES.items()}
-    path = Path("a.json")
-    assert set(pages.tables({path: sweep})) == {"speed"} and kinds["speed"] == "sweep"
-    assert not pages.tables({path: sweep | {"kind": "overhead"}})
-    assert set(MASKS) >= {cell["mask"] for cell in sweep["cells"]}
 
 
 def test_a_slowdown_that_torch_shares_is_no_regression():

@@ -1,6 +1,5 @@
 """The benchmark on machines with a GPU, without one: fakes replace it."""
 
-import math
 import os
 
 import pytest
@@ -79,13 +78,6 @@ def test_the_device_index_is_the_drivers(by, driver, fake):
         assert "update the driver to 525 or newer" in message
 
 
-def test_a_cuda_newer_than_the_driver_is_reported(fake):
-    fake.smi("NVIDIA H100 80GB HBM3, 550.54.15")
-    fake.torch("2.13.0+cu130", "13.0")
-    message = nvidia.unusable()
-    assert "built for CUDA 13.0; install a build for that driver" in message and "cu126" in message
-
-
 def test_torchs_error_is_printed_if_the_driver_is_new_enough(fake):
     fake.smi("NVIDIA H100 80GB HBM3, 580.65.06")
     fake.torch("2.13.0+cu130", "13.0", "Error 802: system not yet initialized\nmore")
@@ -100,26 +92,6 @@ def test_a_device_node_alone_reveals_a_gpu(fake):
     fake.node()
     text = nvidia.unusable()
     assert "(an NVIDIA GPU, a driver of unknown version)" in text and nvidia.URL in text
-
-
-@pytest.mark.parametrize("version", ["[N/A]", "Graphics Device"])
-def test_an_unknown_driver_version_is_reported_as_unknown(version, fake):
-    fake.smi(f"NVIDIA RTX A6000, 48 GB, {version}")
-    text = nvidia.unusable()
-    assert "(NVIDIA RTX A6000, 48 GB, a driver of unknown version)" in text and nvidia.URL in text
-
-
-@pytest.mark.parametrize("why", ["none", "no driver", "hidden", "usable"])
-def test_no_message_if_nothing_can_be_fixed(why, fake, monkeypatch):
-    if why == "no driver":
-        fake.smi("NVIDIA-SMI has failed, no devices were found", 9)
-    elif why != "none":
-        fake.smi("NVIDIA H100, 550.54.15")
-    if why == "hidden":
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    if why == "usable":
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert nvidia.unusable() == ""
 
 
 @pytest.mark.parametrize("command", ["sweep", "race decode", "memory", "gpu"])
@@ -207,37 +179,6 @@ def test_the_clock_of_a_device_times_no_gaps(host, loops, device):
     found = clock.sample(program, loops)
     assert found == pytest.approx([30 * US, 40 * US], rel=1e-6)
     assert clock.host(program) == pytest.approx([2 * host, host], rel=1e-6)
-
-
-def test_no_sleep_for_a_first_call_that_compiles(device):
-    """Nor is a call that waits for the device itself."""
-    clock = timing.DeviceClock(device, lambda: device.host)
-    hosts = iter([3.0, *[10 * US] * 50])
-
-    def compiling(_):
-        device.host += next(hosts)
-        device.enqueue(20 * US)
-
-    def waiting(_):
-        device.enqueue(20 * US)
-        device.synchronize()
-
-    for _ in range(20):
-        clock.sample((compiling,), 1)
-    assert device.slept < 20 * 2 * timing.SLEEP[0] + timing.SLEEP[1]
-    device.slept = 0
-    for _ in range(20):
-        clock.sample((waiting,), 1)
-    assert device.slept < 20 * 4 * timing.SLEEP[0]
-
-
-def test_a_sample_is_not_lengthened_by_the_devices_sleep(device, monkeypatch):
-    """A short kernel is called often in a sample, but not for seconds."""
-    clock, calls = timing.DeviceClock(device, lambda: device.host), []
-    short = device.phase((5 * US, 20 * US))
-    timing.interleaved({"short": (lambda x: calls.append(1) or short(x),)}, clock, 0.0)
-    each = (len(calls) - 2) / timing.ROUNDS[0]
-    assert each == math.ceil(timing.MIN_SAMPLE_S / (20 * US + clock.unmeasured)) < 11
 
 
 def test_both_times_are_in_the_record_and_on_the_page():

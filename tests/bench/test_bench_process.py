@@ -51,13 +51,6 @@ def crashed():
         yield list(run.cells(*given, LIMITS, 0.002, (1,), process))
 
 
-def test_every_exit_status_of_a_process_is_described():
-    told = {status: isolated_process._ending(status) for status in (3, -9, -35)}
-    assert told[3] == "its process ended with status 3"
-    assert told[-9] == "its process died of SIGKILL"
-    assert told[-35] == "its process died of signal 35"
-
-
 @pytest.mark.slow
 def test_a_peer_that_crashes_loses_only_its_own_entry(crashed):
     cells = [(n, what) for n in (20, 30) for what in (FORWARD, TRAINING)]
@@ -125,26 +118,6 @@ class Here:
 
     def small(self, x):
         return dataclasses.replace(x, device="cpu", B=1, H=2, Hk=2)
-
-
-@pytest.mark.parametrize(
-    "deaths, reasons, status",
-    [
-        ([], {}, "ok"),
-        ([BASELINE], {BASELINE: "its process died"}, "ok"),
-        ([SUBJECT], {SUBJECT: "its process died"}, "failed"),
-        ([BASELINE, SUBJECT], dict.fromkeys((BASELINE, SUBJECT), "its process died"), "failed"),
-        ([None], dict.fromkeys((BASELINE, SUBJECT), "its process died"), "failed"),
-        ([SUBJECT, SUBJECT], dict.fromkeys((BASELINE, SUBJECT), "its process died"), "failed"),
-    ],
-    ids=["none", "a peer", "the subject", "both", "outside of any", "the subject again"],
-)
-def test_a_crashed_cell_is_measured_again_without_the_cause(deaths, reasons, status):
-    given = (case(),), (FORWARD,), dict.fromkeys((SUBJECT, BASELINE)), LIMITS, 0.002, (1,)
-    (cell,) = run.cells(*given, process=Here(deaths))
-    assert cell["status"] == status
-    assert {x: y["reason"] for x, y in cell["peers"].items() if y["reason"]} == reasons
-    assert list(console.summary(NONE | {"cells": [cell]}))  # a summary of it can be printed
 
 
 def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):

@@ -93,13 +93,6 @@ def test_results_of_a_part_are_in_the_file(of):
     assert of(writing)[1][0]["results"] == [{"n": 1}]
 
 
-def test_only_some(of, capsys):
-    _, parts, _ = of(GOOD, part("other", ""), arguments=["--only", "oth"])
-    assert [x["name"] for x in parts] == ["other"]
-    assert main(["gpu", "--rehearse", "--only", "nothing"]) == 2
-    assert "--only: got ['nothing'], expected some of ['good', 'other']" in capsys.readouterr().err
-
-
 def test_the_commands_of_parts_are_understood():
     """Those of bench by its parser; the files of tests are there."""
     commands = [x for part in PARTS for x in (part.command, part.rehearsal) if x]

@@ -97,6 +97,7 @@ def test_a_loop_that_grows_is_a_fault(counting, capsys):
     assert set(budgets.read(gpu.RECORD)) == {"nvcc 1.0: sm_80", "triton 3.0: sm_90"}
 
 
+@pytest.mark.skipif(not gpu.RECORD.exists(), reason="there is no record")
 def test_the_record_has_every_pass():
     names = [f"{x.split(': ')[1]} {y}" for x, of in budgets.read(gpu.RECORD).items() for y in of]
     for arch in ("sm_80", "sm_90", "sm_90a"):

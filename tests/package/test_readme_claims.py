@@ -166,7 +166,7 @@ def test_the_time_of_a_command_is_stated_once():
     for page in [ROOT / "Makefile", *PAGES]:
         for target in set(stated_times(page.read_text())):
             places[target].append(str(page.relative_to(ROOT)))
-    assert {"bench", "test", "check"} <= places.keys()
+    assert {"bench", "test"} <= places.keys()
     assert {target: where for target, where in places.items() if len(where) > 1} == {}
 
 
