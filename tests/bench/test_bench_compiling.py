@@ -1,4 +1,4 @@
-"""What Triton compiles for a sweep on a GPU, in advance, without one: calls of its kinds are recorded."""
+"""What Triton compiles for a sweep on a GPU, in advance: calls of its kinds, which are recorded."""
 
 import dataclasses
 import threading

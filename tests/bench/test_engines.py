@@ -116,7 +116,7 @@ def test_nothing_is_timed_if_ours_is_wrong(engine):
 def test_the_command_names_what_is_absent_and_saves(engine, monkeypatch, capsys):
     monkeypatch.setattr(environments, "FOLDER", engine / "none")
     absent = environments.Environment("vllm", "MIT", ())
-    monkeypatch.setitem(peers.PEERS, "vllm", peers.Peer("vllm", "tiny", "", absent))
+    peers.PEERS["vllm"] = peers.Peer("vllm", "tiny", "", absent)
     given = ["engines", "--quick", "--seconds", "0.001", "--output", str(engine)]
     assert main(given) == 0
     output = capsys.readouterr().out
