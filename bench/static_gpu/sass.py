@@ -128,25 +128,14 @@ class Code:
         for block in self.order:
             for x in self.successors(block):
                 before[x].append(block)
-        over = self._dominators(before)
+        place = {block: i for i, block in enumerate(self.order)}
+        dominator = _dominators(self.order, place, before)
         bodies: dict[int, set[int]] = {}
         for block in self.order:
             for header in self.successors(block):
-                if header in over[block]:
+                if place[header] <= place[block] and _dominates(dominator, header, block):
                     bodies.setdefault(header, {header}).update(_body(before, header, block))
         return [Loop(header, frozenset(body)) for header, body in sorted(bodies.items())]
-
-    def _dominators(self, before: dict[int, list[int]]) -> dict[int, set[int]]:
-        """By block, itself and those on every way to it."""
-        found = {self.order[0]: {self.order[0]}}
-        changed = True
-        while changed:
-            changed = False
-            for block in self.order[1:]:
-                new = set.intersection(*(found[x] for x in before[block] if x in found)) | {block}
-                changed |= found.get(block) != new
-                found[block] = new
-        return found
 
     def innermost(self) -> list[Loop]:
         return [x for x in self.loops if not any(y.blocks < x.blocks for y in self.loops)]
@@ -181,6 +170,33 @@ class Code:
     def counts(self) -> list[Counts]:
         """Of the main loops, the shortest first."""
         return sorted(count(self.iteration(loop)) for loop in self.main_loops())
+
+
+def _dominators(
+    order: list[int], place: dict[int, int], before: dict[int, list[int]]
+) -> dict[int, int]:
+    """The immediate dominator of each block (Cooper, Harvey and Kennedy 2001)."""
+    found = {order[0]: order[0]}
+
+    def common(a: int, b: int) -> int:
+        while a != b:
+            a, b = (found[a], b) if place[a] > place[b] else (a, found[b])
+        return a
+
+    changed = True
+    while changed:
+        changed = False
+        for block in order[1:]:
+            new = functools.reduce(common, [x for x in before[block] if x in found])
+            changed |= found.get(block) != new
+            found[block] = new
+    return found
+
+
+def _dominates(dominator: dict[int, int], a: int, b: int) -> bool:
+    while b != a and dominator[b] != b:
+        b = dominator[b]
+    return a == b
 
 
 def _body(before: dict[int, list[int]], header: int, latch: int) -> set[int]:
