@@ -1,7 +1,7 @@
 """Count what the main loops of the GPU kernels issue, with no GPU: `make ledger`.
 
 For each kernel, the instructions of one iteration (static_gpu/sass.py): of the CUDA kernels of
-csrc/cuda/sm90 in bfloat16, from the objects in build/cuda, and of Triton's for causal calls and
+csrc/cuda/sm90 in bfloat16, from the objects in build/cuda, and of Triton's for plain calls and
 some features. `ptxas.py` lists those of the other CUDA kernels. The record, gpu.json, has a line
 for each compiler and chip. What `ptxas.py` calls a fault is one here, too: spills of plain kernels,
 and the order of products and exponentials on sm_90. Nothing here is timed: latency, memory and what
@@ -18,14 +18,13 @@ from ..static_gpu import aot, budgets, ptxas
 from . import x86
 
 RECORD = Path(__file__).with_name("gpu.json")
-VARIANTS = ("causal", "mask", "alibi", "softcap", "dropout")
+VARIANTS = ("plain", "mask", "alibi", "softcap", "dropout")
 
 
 def cases() -> Iterator[aot.KernelCase]:
-    """Triton's: causal calls on every chip, features at head dim 64 on sm_80 and sm_90."""
+    """Triton's: plain calls on every chip, features on sm_80 and sm_90."""
     for case in aot.cases(dtypes=("bfloat16",), variants=VARIANTS):
-        plain = case.variant == "causal"
-        if (case.head_dim == 64 and case.arch <= 90) or (plain and case.head_dim <= 128):
+        if case.head_dim <= 128 and (case.arch <= 90 or case.variant == "plain"):
             yield case
 
 

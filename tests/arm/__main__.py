@@ -37,7 +37,7 @@ SEMANTICS += " row_invariant selected selection special_values storage subnormal
 SEMANTICS += " wide_head_dims"
 SLICE = [f"tests/semantics/test_{name}.py" for name in SEMANTICS.split()]
 SLICE += ["tests/cpu/test_cpu_vectors.py", "tests/score_mods", "tests/nn"]
-OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist")
+OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 # They start another Python for Arm, which this machine's kernel cannot execute.
 STARTING = ("tests/semantics/test_selection.py::test_memory_is_that_of_the_choice",)
 STARTING += ("tests/nn/test_examples.py::test_memory_of_a_fresh_process",)

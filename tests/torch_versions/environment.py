@@ -22,7 +22,7 @@ from tests.torch_versions import stand_ins
 ROOT = Path(__file__).resolve().parents[2]  # tests.support imports torch
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 # What the tests import, and what they skip without. torch's own needs are added.
-PACKAGES = ("pytest", "pytest-xdist", "pytest-benchmark", "hypothesis", "numpy", "matplotlib")
+PACKAGES = ("pytest", "pytest-xdist", "hypothesis", "numpy", "matplotlib")
 PACKAGES += ("scikit-learn", "tqdm", "onnx", "onnxscript", "tensor-layouts")
 PACKAGES += ("transformers; python_version >= '3.11'", "diffusers; python_version >= '3.11'")
 PACKAGES += ("x-transformers; python_version >= '3.11'", "setuptools")
