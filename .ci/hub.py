@@ -29,7 +29,7 @@ REPOSITORY = BUILD / "hub" / NAME
 PYTHON = (".py", ".pyi")
 # Programs that import the package by the name under which pip installs it.
 PROGRAMS = ("examples", "__main__.py")
-NATIVE = ("libfastattn_cpu.so", "fastattn_crossing.abi3.so", "build.json")
+NATIVE = ("libfastattn_cpu.so", "fastattn_marshalling.abi3.so", "build.json")
 # The newest version of each set of symbols in manylinux_2_28, which the hub asks for.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 # The hub allows these, and the standard library. torch itself needs typing_extensions.

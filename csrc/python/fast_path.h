@@ -3,7 +3,7 @@
 //
 //   attend(path, q, k, v, arguments)         arguments: the dict of `fastattn.attention`
 //   attend(path, q, k, v, is_causal, scale)
-//   forget()                                 forgets all plans
+//   forget_plans()                           forgets all plans
 //
 // `attend` returns out, or None for a call that the general path has to run or to refuse. `path` is
 // a tuple: see `Path` below.
@@ -196,7 +196,7 @@ void free_plan(FastPlan* plan) {
   PyMem_Free(plan);
 }
 
-PyObject* forget(PyObject*, PyObject*) {
+PyObject* forget_plans(PyObject*, PyObject*) {
   for (auto& set : plans)
     for (FastPlan*& place : set) {
       FastPlan* plan = place;

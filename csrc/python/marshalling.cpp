@@ -33,11 +33,11 @@ PyObject* kind(PyObject*, PyObject* tensors) {
   return PyBytes_FromStringAndSize(reinterpret_cast<char*>(words), used * 8);
 }
 
-// --- laid ---------------------------------------------------------------------------------------
+// --- specialization_key -------------------------------------------------------------------------
 
 // For a tuple of tensors, of tuples that begin with one, of whole numbers and None. Returns None if
 // something else is among them, or a tensor that DLPack cannot describe.
-PyObject* laid(PyObject*, PyObject* args) {
+PyObject* specialization_key(PyObject*, PyObject* args) {
   enum { kNone = -1, kNumber = -2 };
   constexpr Py_ssize_t kMost = 192;  // of words
   int64_t words[kMost];
@@ -76,18 +76,18 @@ PyObject* laid(PyObject*, PyObject* args) {
 
 enum PassedAs { kStrided, kBroadcast, kColumn, kPair, kPointer };  // marshalling.PASSED_AS
 
-struct Place {
+struct Field {
   int32_t at;  // in bytes, in FaCall
-  int32_t crosses;
+  int32_t passed_as;
   int32_t size;  // offset of its sizes, or -1
 };
 
-// Writes `x` to a place; false if it does not fit there.
-bool write(FaCall& call, Place place, const DLTensor& x) {
-  const size_t bytes = place.crosses == kPointer ? sizeof(void*) : sizeof(FaTensor);
-  if (place.at < 0 || place.at + bytes > sizeof call) return false;
-  char* to = reinterpret_cast<char*>(&call) + place.at;
-  if (place.crosses == kPointer) {
+// Writes `x` to its field; false if it does not fit there.
+bool write(FaCall& call, Field field, const DLTensor& x) {
+  const size_t bytes = field.passed_as == kPointer ? sizeof(void*) : sizeof(FaTensor);
+  if (field.at < 0 || field.at + bytes > sizeof call) return false;
+  char* to = reinterpret_cast<char*>(&call) + field.at;
+  if (field.passed_as == kPointer) {
     char* data = address(x);
     std::memcpy(to, &data, sizeof data);
     return true;
@@ -96,7 +96,7 @@ bool write(FaCall& call, Place place, const DLTensor& x) {
   int64_t size[4] = {1, 1, 1, 1};
   bool fits = t.dtype >= 0;
   const int32_t n = x.ndim;
-  switch (place.crosses) {
+  switch (field.passed_as) {
     case kStrided:
       fits = fits && n == 4;
       for (int32_t i = 0; fits && i < 4; ++i) t.stride[i] = x.strides[i], size[i] = x.shape[i];
@@ -126,14 +126,14 @@ bool write(FaCall& call, Place place, const DLTensor& x) {
       fits = false;
   }
   std::memcpy(to, &t, sizeof t);
-  if (place.size >= 0) {
-    fits = fits && place.size + sizeof size <= sizeof call;
-    if (fits) std::memcpy(reinterpret_cast<char*>(&call) + place.size, size, sizeof size);
+  if (field.size >= 0) {
+    fits = fits && field.size + sizeof size <= sizeof call;
+    if (fits) std::memcpy(reinterpret_cast<char*>(&call) + field.size, size, sizeof size);
   }
   return fits;
 }
 
-// Makes an FaCall of a template and of `tensors`, each at its place; None is skipped.
+// Makes an FaCall of a template and of `tensors`, each in its field; None is skipped.
 bool fill(FaCall& call, PyObject* form, PyObject* places, PyObject* tensors) {
   char *bytes, *at;
   Py_ssize_t size, places_size;
@@ -141,7 +141,7 @@ bool fill(FaCall& call, PyObject* form, PyObject* places, PyObject* tensors) {
   if (PyBytes_AsStringAndSize(places, &at, &places_size)) return false;
   const Py_ssize_t count = PyTuple_Size(tensors);
   if (count < 0) return false;
-  if (size != sizeof call || places_size != count * Py_ssize_t(sizeof(Place))) {
+  if (size != sizeof call || places_size != count * Py_ssize_t(sizeof(Field))) {
     PyErr_SetString(PyExc_ValueError, "FaCall, or the places in it, have another size");
     return false;
   }
@@ -149,12 +149,12 @@ bool fill(FaCall& call, PyObject* form, PyObject* places, PyObject* tensors) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* x = PyTuple_GetItem(tensors, i);
     if (x == Py_None) continue;
-    Place place;
-    std::memcpy(&place, at + i * sizeof place, sizeof place);
+    Field field;
+    std::memcpy(&field, at + i * sizeof field, sizeof field);
     DLTensor d;
     if (view(x, &d)) return false;
-    if (!write(call, place, d)) {
-      PyErr_Format(PyExc_ValueError, "tensor %zd does not cross to its place", i);
+    if (!write(call, field, d)) {
+      PyErr_Format(PyExc_ValueError, "tensor %zd does not fit its field", i);
       return false;
     }
   }
@@ -258,16 +258,16 @@ int begin(PyObject* module) {
 using Fast = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 PyCFunction fast(Fast f) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f)); }
 PyMethodDef functions[] = {{"kind", kind, METH_O, nullptr},
-                           {"laid", laid, METH_O, nullptr},
+                           {"specialization_key", specialization_key, METH_O, nullptr},
                            {"pack", fast(pack), METH_FASTCALL, nullptr},
                            {"launch", fast(launch), METH_FASTCALL, nullptr},
                            {"launch_on", fast(launch_on), METH_FASTCALL, nullptr},
                            {"attend", fast(attend), METH_FASTCALL, nullptr},
-                           {"forget", forget, METH_NOARGS, nullptr},
+                           {"forget_plans", forget_plans, METH_NOARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(begin)}, {0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,
-                          "fastattn_crossing",
+                          "fastattn_marshalling",
                           nullptr,
                           0,
                           functions,
@@ -278,4 +278,4 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_fastattn_crossing() { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit_fastattn_marshalling() { return PyModuleDef_Init(&definition); }

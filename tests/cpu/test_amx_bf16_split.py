@@ -199,7 +199,8 @@ def test_a_scale_that_makes_tiny_products_visible_runs_on_vector_kernels(isa, ex
 
 WITHOUT_FLOAT32 = """
 import torch
-from fastattn import attention, attention_weights, native
+from fastattn import attention, attention_weights
+from fastattn.backends.native import libraries
 torch.set_num_threads(1)
 def results(dtype, m):
     generator = torch.Generator().manual_seed(0)
@@ -211,10 +212,10 @@ def results(dtype, m):
     return [x.detach() for x in (lse, out, weights, *grads)]
 cases = [(dtype, m) for dtype in (torch.float32, torch.float16) for m in (70, 3)]
 isa = {isa!r}
-assert native.cpu_isa() == isa
-units, found = native.cpu_units(), [results(*x) for x in cases]
+assert libraries.cpu_isa() == isa
+units, found = libraries.cpu_units(), [results(*x) for x in cases]
 assert set(units["float32"].values()) == {{"avx512"}}, units
-native.select_cpu_isa("avx512")
+libraries.select_cpu_isa("avx512")
 for (dtype, m), first in zip(cases, found):
     again = [torch.equal(x, y) for x, y in zip(first, results(dtype, m))]
     assert all(again) or dtype != torch.float32, (m, again)

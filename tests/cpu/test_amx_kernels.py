@@ -199,9 +199,10 @@ def test_the_assembly_gives_the_bits_of_the_model(trapped, monkeypatch, m, featu
 
 BESIDE_TORCH = """
 import torch
-from fastattn import attention, native
+from fastattn import attention
+from fastattn.backends.native import libraries
 torch.set_num_threads(1)
-native.select_cpu_isa("amx_bf16")
+libraries.select_cpu_isa("amx_bf16")
 x = torch.randn(256, 256).bfloat16()
 q = torch.randn(1, 2, 200, 64).bfloat16()
 product, out = x @ x, attention(q, q, q, backend="cpu")
@@ -219,8 +220,9 @@ def test_torch_has_its_tiles_in_the_same_thread():
 
 AT_THE_EDGE = """
 import ctypes, itertools, mmap, torch
-from fastattn import attention, native
-native.select_cpu_isa({isa!r})
+from fastattn import attention
+from fastattn.backends.native import libraries
+libraries.select_cpu_isa({isa!r})
 libc = ctypes.CDLL(None)
 def before_the_edge(x):
     "The same values at the end of memory that may be read."

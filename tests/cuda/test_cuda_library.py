@@ -92,8 +92,9 @@ def test_it_loads_without_a_gpu(library):
 
 FAILING = """
 import torch
-from fastattn import native, operation
-from fastattn.backends import cuda
+from fastattn.backends.native import libraries
+from fastattn.dispatch import operation
+from fastattn.backends.native import cuda
 import fastattn
 
 class Pretending(cuda.Cuda):

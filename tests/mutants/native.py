@@ -68,7 +68,7 @@ class Kernels:
     def link(self, target, altered):
         target.unlink(missing_ok=True)  # a library that is loaded is not written to
         compiler = next(iter(self.objects.values()))[0]
-        objects = [altered.get(x, x) for x in self.objects if "crossing" not in x]
+        objects = [altered.get(x, x) for x in self.objects if "marshalling" not in x]
         run([compiler, "-shared", "-fopenmp", "-o", target, *objects], self.build)
 
 

@@ -24,12 +24,12 @@ TORCH = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
 LOADER = f"""
 import json, os, sys
 import fastattn
-from fastattn import native
+from fastattn.backends.native import libraries
 
 def reason(cuda, unreadable):
     if unreadable and os.geteuid() == 0:
         os.seteuid({UNPRIVILEGED})  # nothing is unreadable to root
-    return native.cuda_unavailable() if cuda else native.cpu_unavailable()
+    return libraries.cuda_unavailable() if cuda else libraries.cpu_unavailable()
 
 for name, path, cuda, unreadable in json.load(sys.stdin):
     os.environ["FASTATTN_CUDA_LIBRARY" if cuda else "FASTATTN_LIBRARY"] = path

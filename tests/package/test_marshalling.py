@@ -131,13 +131,13 @@ def test_arguments_are_distinguished_by_memory_layout(wrapped):
 def test_arguments_that_are_nowhere_are_pythons():
     """Compilation ahead of time has tensors on the meta device; numbers may have any type."""
     for x in (torch.empty(3, device="meta"), PLAIN["of float32"].as_subclass(Subclass), 0.5, "x"):
-        assert marshalling.extension.laid((x,)) is None
+        assert marshalling.extension.specialization_key((x,)) is None
         assert marshalling.specialization_key((x, 3)) == marshalling._specialization_key((x, 3))
     many = (PLAIN["of float32"],) * 100
-    assert marshalling.extension.laid(many) is None
+    assert marshalling.extension.specialization_key(many) is None
     assert len(marshalling.specialization_key(many)) == 300
     with pytest.raises(OverflowError):
-        marshalling.extension.laid((1 << 70,))
+        marshalling.extension.specialization_key((1 << 70,))
 
 
 CASES = {
@@ -166,7 +166,7 @@ def test_the_extension_packs_what_python_packs(how):
     for x in CASES[how]:
         at = libraries.offset("dlse"), list(marshalling.PASSED_AS).index(how)
         for tensors, sizes in itertools.product(((x,), (None,)), (-1, libraries.offset("dv_size"))):
-            place = marshalling._PLACE.pack(*at, sizes)
+            place = marshalling._FIELD.pack(*at, sizes)
             packed = marshalling._pack(form, place, tensors, 3)
             assert marshalling.extension.pack(form, place, tensors, 3) == packed
             assert (packed[: libraries.THREADS] != form[: libraries.THREADS]) == (tensors == (x,))
@@ -174,7 +174,7 @@ def test_the_extension_packs_what_python_packs(how):
 
 @pytest.mark.parametrize("how", SIZES)
 def test_the_sizes_of_a_tensor_cross_in_the_dimensions_of_its_strides(how):
-    place = marshalling._PLACE.pack(
+    place = marshalling._FIELD.pack(
         0, list(marshalling.PASSED_AS).index(how), libraries.offset("dv_size")
     )
     for pack in {marshalling.pack, marshalling._pack}:
@@ -201,14 +201,14 @@ def test_every_field_of_a_pass_has_its_place(which):
 @needs_extension
 def test_unsupported_tensors_raise_and_do_not_crash():
     x, form = torch.randn(2, 3), bytes(libraries.SIZE)
-    pack, place = marshalling.extension.pack, marshalling._PLACE.pack
+    pack, place = marshalling.extension.pack, marshalling._FIELD.pack
     bad = [
-        ((form, place(0, 0, -1), (x,), 1), "does not cross"),  # two dimensions instead of three
-        ((form, place(0, 1, -1), (torch.arange(3),), 1), "does not cross"),  # no such dtype
-        ((form, place(0, 9, -1), (x,), 1), "does not cross"),
-        ((form, place(libraries.SIZE - 8, 1, -1), (x,), 1), "does not cross"),
-        ((form, place(0, 1, libraries.SIZE - 24), (x,), 1), "does not cross"),
-        ((form, place(-8, 4, -1), (x,), 1), "does not cross"),
+        ((form, place(0, 0, -1), (x,), 1), "does not fit"),  # two dimensions instead of three
+        ((form, place(0, 1, -1), (torch.arange(3),), 1), "does not fit"),  # no such dtype
+        ((form, place(0, 9, -1), (x,), 1), "does not fit"),
+        ((form, place(libraries.SIZE - 8, 1, -1), (x,), 1), "does not fit"),
+        ((form, place(0, 1, libraries.SIZE - 24), (x,), 1), "does not fit"),
+        ((form, place(-8, 4, -1), (x,), 1), "does not fit"),
         ((form[:-1], place(0, 1, -1), (x,), 1), "another size"),
         ((form, place(0, 1, -1), (x, x), 1), "another size"),
         ((form, place(0, 1, -1), ("x",), 1), None),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
 PROGRAM = """
 import hashlib, json, os, sys, warnings
 import torch, fastattn
-from fastattn import crossing
+from fastattn.backends.native import marshalling
 torch.set_num_threads(1)
 fastattn.backends.native.libraries.poison(True)
 
@@ -55,7 +55,7 @@ features = dict(
     ),
 )
 SHAPES = [(2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6)]
-found = {"extension": crossing.extension is not None}
+found = {"extension": marshalling.extension is not None}
 for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
     for name, given in features.items():
         q, k, v = (rand(*s, seed=i).to(dtype) for i, s in enumerate(SHAPES))

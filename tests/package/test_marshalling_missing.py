@@ -31,7 +31,7 @@ def loaded(monkeypatch):
 
 def test_a_missing_extension_has_a_reason(loaded, monkeypatch, tmp_path):
     monkeypatch.delenv("FASTATTN_EXTENSION", raising=False)
-    path = tmp_path / "fastattn_crossing.abi3.so"
+    path = tmp_path / "fastattn_marshalling.abi3.so"
     assert loaded(path).startswith(f"it was not built: no {path}")
     (tmp_path / "no_extension.txt").write_text("of a reason")
     assert loaded(path) == "it was not built: of a reason"
@@ -75,7 +75,7 @@ def test_without_headers_the_reason_is_written(tmp_path, header):
     reason = (tmp_path / "build" / "no_extension.txt").read_text()
     expected = "does not compile here" if header else f"there is no {tmp_path}/Python.h"
     assert expected in reason and ("of an old Python" if header else "python3-dev") in reason
-    assert "fastattn_crossing" not in (tmp_path / "build" / "build.ninja").read_text()
+    assert "fastattn_marshalling" not in (tmp_path / "build" / "build.ninja").read_text()
     done = configured(tmp_path / "build", *python, FASTATTN_EXTENSION="on")
     assert done.returncode and "FASTATTN_EXTENSION is on, but" in " ".join(done.stderr.split())
 

@@ -18,7 +18,7 @@ from tests.support import build_lock
 from tests.support.checkout import ROOT as CHECKOUT
 
 LIBRARY = "fastattn/lib/libfastattn_cpu.so"
-EXTENSION = "fastattn/lib/fastattn_crossing.abi3.so"
+EXTENSION = "fastattn/lib/fastattn_marshalling.abi3.so"
 
 ONE_CALL = """
 import torch, fastattn

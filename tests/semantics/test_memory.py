@@ -31,12 +31,13 @@ needs_proc = pytest.mark.skipif(
 
 MEASURE = """
     import ctypes, dataclasses, sys, torch, fastattn
-    from fastattn import api, native
+    from fastattn import api
+    from fastattn.backends.native import libraries
     from fastattn.call.validation import describe
     from fastattn.call.spec import Tangents
     ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
     torch.use_deterministic_algorithms(True, warn_only=True)
-    native.poison(True)
+    libraries.poison(True)
     torch.set_num_threads(2)
     backend = sys.argv[1]
 

@@ -159,11 +159,13 @@ class Cuda(Launcher):
         """Raise for an error of CUDA. Another code, or 0, is returned."""
         if code and code < libraries.BAD_EXTENT:
             library = self.library
-            anybodys = "of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it"
+            earlier = (
+                "it may be that of an earlier kernel, of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it"
+            )
             raise RuntimeError(
                 f"the CUDA kernels failed at {library.failed_kernel().decode()}: "
                 f"{library.error(code).decode()} (CUDA error {code}; "
-                f"{cuda_errors.advice(code) or f'it may be that of an earlier kernel, {anybodys}'})"
+                f"{cuda_errors.advice(code) or earlier})"
             )
         return code
 

@@ -289,7 +289,7 @@ def _load_extension() -> ModuleType | str:
     """The extension, or the reason there is none."""
     if setting("FASTATTN_EXTENSION") == "off":
         return "FASTATTN_EXTENSION is off"
-    name, suffix = "fastattn_crossing", ".abi3.so"
+    name, suffix = "fastattn_marshalling", ".abi3.so"
     if suffix not in machinery.EXTENSION_SUFFIXES:
         return "this Python has no stable ABI"
     candidates = _candidates(name + suffix, "FASTATTN_EXTENSION_LIBRARY")

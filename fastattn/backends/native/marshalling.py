@@ -13,9 +13,8 @@
     forget_plans
                forget the plans of `attend`
 
-csrc/python implements these for CPython's stable ABI; `specialization_key` has the name `laid`
-there, `forget_plans` has the name `forget`. The Python versions below are used if set-up did not
-build it, or if FASTATTN_EXTENSION=off. In Python `attend` runs no call.
+csrc/python implements these for CPython's stable ABI. The Python versions below are used if set-up
+did not build it, or if FASTATTN_EXTENSION=off. In Python `attend` runs no call.
 """
 
 from __future__ import annotations
@@ -68,21 +67,21 @@ PASSED_AS: dict[str, As4D | None] = {  # enum PassedAs in marshalling.cpp
     "pair": As4D(lambda x: _as_pair(x.stride()), lambda x: _as_pair(x.shape)),
     "pointer": None,  # only the address
 }
-_PLACE = struct.Struct("=iii")  # offset in FaCall, index in `PASSED_AS`, offset of the sizes or -1
+_FIELD = struct.Struct("=iii")  # offset in FaCall, index in `PASSED_AS`, offset of the sizes or -1
 
 
 def places(after: Mapping[str, str]) -> bytes:
-    """The offsets of the call's tensors in FaCall, then of the extra fields, as packed `_PLACE`s.
+    """The offsets of the call's tensors in FaCall, then of the extra fields, as packed `_FIELD`s.
 
     after: the extra fields, which follow the call's tensors: name in FaCall -> key of `PASSED_AS`.
     """
     fields = [(a.field, a.passed_as) for a in ARGUMENTS.values()]
-    return b"".join(_place(*x) for x in (*fields, *after.items()))
+    return b"".join(_field(*x) for x in (*fields, *after.items()))
 
 
-def _place(field: str, passed_as: str) -> bytes:
+def _field(field: str, passed_as: str) -> bytes:
     sizes = libraries.offset(f"{field}_size") if field in libraries.WRITTEN else -1
-    return _PLACE.pack(libraries.offset(field), list(PASSED_AS).index(passed_as), sizes)
+    return _FIELD.pack(libraries.offset(field), list(PASSED_AS).index(passed_as), sizes)
 
 
 # ------------------------------------------------------------- the extension's functions, in Python
@@ -110,7 +109,7 @@ def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
 @functools.cache
 def _read(places: bytes) -> list[tuple[int, As4D | None, int]]:
     functions = list(PASSED_AS.values())
-    return [(at, functions[index], sizes) for at, index, sizes in _PLACE.iter_unpack(places)]
+    return [(at, functions[index], sizes) for at, index, sizes in _FIELD.iter_unpack(places)]
 
 
 def _pack(form: bytes, places: bytes, tensors: Sequence[Tensor | None], threads: int) -> bytes:
@@ -167,8 +166,8 @@ kind, pack, launch = (
 )
 launch_on: Any = getattr(extension, "launch_on", None)
 attend: Callable[..., Tensor | None] = getattr(extension, "attend", lambda *args: None)
-forget_plans: Callable[[], None] = getattr(extension, "forget", lambda: None)
-_fast_specialization_key = getattr(extension, "laid", _specialization_key)
+forget_plans: Callable[[], None] = getattr(extension, "forget_plans", lambda: None)
+_fast_specialization_key = getattr(extension, "specialization_key", _specialization_key)
 
 
 def specialization_key(args: tuple[Any, ...]) -> SpecializationKey:

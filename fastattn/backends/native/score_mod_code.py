@@ -68,7 +68,7 @@ def encode(text: str, floats: int, ints: int, operators: str) -> array[int]:
     return code.words((floats, ints, int(has_derivative), int(reads)), lists)
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """Where a value is.
 
     kind: TILES, CONSTANT (the same for all keys) or VARYING.
@@ -82,7 +82,7 @@ class Place(NamedTuple):
 
 
 TILES, CONSTANT, VARYING = range(3)
-NOTHING = Place(TILES, 0, UNIFORM)
+NOTHING = Slot(TILES, 0, UNIFORM)
 
 
 class _Code:
@@ -91,7 +91,7 @@ class _Code:
 
     def __init__(self, numbers: dict[str, int]) -> None:
         self.numbers = numbers
-        self.instructions: list[tuple[int, list[Place], int]] = []
+        self.instructions: list[tuple[int, list[Slot], int]] = []
         self.slots = [FIRST, 0, 0]  # of each kind
 
     def empty(self) -> tuple[int, int, int]:
@@ -114,18 +114,18 @@ class _Code:
             after[x] = x if x < own else of_args
         kept.sort(key=lambda x: (after[x], x))
         classes = _classes(values, kept)
-        place: dict[int, Place] = {}
+        slot_of: dict[int, Slot] = {}
         begin = len(self.instructions)
         for x in kept:
             if classes[x] in (UNIFORM, ROW):
-                place[x] = Place(CONSTANT, self.slots[CONSTANT], classes[x])
+                slot_of[x] = Slot(CONSTANT, self.slots[CONSTANT], classes[x])
                 self.slots[CONSTANT] += 1
-                self._value(values, x, place)
+                self._value(values, x, slot_of)
         varying = len(self.instructions)
-        self._varying(values, [x for x in kept if x not in place], outputs, classes, place)
+        self._varying(values, [x for x in kept if x not in slot_of], outputs, classes, slot_of)
         return begin, varying, len(self.instructions)
 
-    def _varying(self, values, kept, outputs, classes, place: dict[int, Place]) -> None:
+    def _varying(self, values, kept, outputs, classes, slot_of: dict[int, Slot]) -> None:
         kept = _result_last(values, kept, outputs)
         last = {x: at for at, x in enumerate(kept)}  # where each value is read last
         for at, x in enumerate(kept):
@@ -135,39 +135,39 @@ class _Code:
         free: list[int] = []
         for at, x in enumerate(kept):
             if values[x].op == "score":
-                place[x] = Place(TILES, SCORE, TILE)
+                slot_of[x] = Slot(TILES, SCORE, TILE)
                 continue
             done = [y for y in dict.fromkeys(values[x].args) if last.get(y) == at]
-            done = [y for y in done if place[y].kind == VARYING]
+            done = [y for y in done if slot_of[y].kind == VARYING]
             # The result may take the slot of an operand of its class: each number is read first.
-            free += [place[y].at for y in done if classes[y] == classes[x]]
+            free += [slot_of[y].at for y in done if classes[y] == classes[x]]
             if x in direct:
-                place[x] = Place(TILES, direct[x], TILE)
+                slot_of[x] = Slot(TILES, direct[x], TILE)
             else:
-                slot = free.pop() if free else self._new_slot(place)
-                place[x] = Place(VARYING, slot, classes[x])
-            free += [place[y].at for y in done if classes[y] != classes[x]]
-            self._value(values, x, place)
+                slot = free.pop() if free else self._new_slot(slot_of)
+                slot_of[x] = Slot(VARYING, slot, classes[x])
+            free += [slot_of[y].at for y in done if classes[y] != classes[x]]
+            self._value(values, x, slot_of)
         for op, tile, *of in outputs:
-            if op != "copy" or place[of[0]] != Place(TILES, tile, TILE):
-                self._append(op, Place(TILES, tile, TILE), [place[x] for x in of])
+            if op != "copy" or slot_of[of[0]] != Slot(TILES, tile, TILE):
+                self._append(op, Slot(TILES, tile, TILE), [slot_of[x] for x in of])
 
-    def _new_slot(self, place: dict[int, Place]) -> int:
-        used = [x.at for x in place.values() if x.kind == VARYING]
+    def _new_slot(self, slot_of: dict[int, Slot]) -> int:
+        used = [x.at for x in slot_of.values() if x.kind == VARYING]
         slot = max(used, default=-1) + 1
         self.slots[VARYING] = max(self.slots[VARYING], slot + 1)
         return slot
 
-    def _value(self, values: Sequence[Value], x: int, place: dict[int, Place]) -> None:
+    def _value(self, values: Sequence[Value], x: int, slot_of: dict[int, Slot]) -> None:
         op, args, kind, number, _ = values[x]
         bits = 0
         if op == "constant":
             bits = _bits(number) if kind == "float" else int(number or 0)
         letter = kind if op in ("constant", "load") else values[args[-1]].kind if args else ""
         name = f"{op}:{letter[0]}" if letter else op
-        self._append(name, place[x], [place[y] for y in args], bits)
+        self._append(name, slot_of[x], [slot_of[y] for y in args], bits)
 
-    def _append(self, name: str, out: Place, args: list[Place], number: int = 0) -> None:
+    def _append(self, name: str, out: Slot, args: list[Slot], number: int = 0) -> None:
         operands = [out, *args, *[NOTHING] * (3 - len(args))]
         self.instructions.append((self.numbers[name], operands, number))
 
