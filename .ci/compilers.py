@@ -73,9 +73,10 @@ def commands(compiler: Compiler) -> Iterator[tuple[str, list[str]]]:
     """What is compiled, and the command: the kernels of each instruction set, then the library."""
     start = [compiler.command, *compiler.flags, *FLAGS]
     for isa, flags in compiler.isas.items():
-        yield isa, [*start, *flags, f"-DFA_ISA={isa}", str(CPU / "kernels_for_isa.cpp")]
-    built = [f"-DFA_HAS_{isa.upper()}" for isa in compiler.isas if isa != "generic"]
-    yield "library", [*start, *built, str(CPU / "runtime" / "library.cpp")]
+        yield isa, [*start, *flags, f"-DFA_ISA={isa}", str(CPU / "unit.cpp")]
+    built = "-DFA_ISAS(ISA)=" + " ".join(f"ISA({x},{x})" for x in compiler.isas)
+    for name in ("library", "kernel_choice"):
+        yield name, [*start, built, str(CPU / "runtime" / f"{name}.cpp")]
 
 
 def compiled(command: list[str]) -> str:

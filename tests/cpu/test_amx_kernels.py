@@ -271,7 +271,7 @@ def counting(tmp_path_factory):
         start = text.index("{", text.index(f"void {name}(")) + 1
         text = text[:start] + f" ++counts[{at}]; " + text[start:]
     header.write_text(text)
-    with open(folder / "csrc" / "cpu" / "kernels_for_isa.cpp", "a") as isa:
+    with open(folder / "csrc" / "cpu" / "unit.cpp", "a") as isa:
         isa.write('extern "C" FA_EXPORT int64_t counts[4] = {};\n')
     library = libraries.CpuLibrary(build_kernels(folder / "csrc", folder, *ON_THE_MODEL))
     counts = (ctypes.c_int64 * 4).in_dll(library.dll, "counts")

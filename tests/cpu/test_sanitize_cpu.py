@@ -222,19 +222,16 @@ def kernels(sanitizers):
     """The object file of the kernels, without a fault, compiled once."""
     files = sorted(x for x in (ROOT / "csrc" / "cpu").rglob("*.h") if x.name != "packed_batch.h")
     key = build_lock.digest(
-        *files, ROOT / "csrc" / "cpu" / "kernels_for_isa.cpp", FLAGS, sanitizers, compiler()
+        *files, ROOT / "csrc" / "cpu" / "unit.cpp", FLAGS, sanitizers, compiler()
     )
     name = f"sanitized-{sanitizers.replace(',', '-')}"
 
     def make():
         sources = build_lock.FOLDER / f"{name}-sources"
         shutil.copytree(ROOT / "csrc", sources, dirs_exist_ok=True)
-        isa = sources / "cpu" / "kernels_for_isa.cpp"
-        isa.write_text(isa.read_text().replace(ONLY_FLOAT32, ""))
-        compile_with(
-            sanitizers, "-DFA_ISA=generic", "-c", isa, "-o", build_lock.FOLDER / f"{name}.o"
-        )
-        return build_lock.FOLDER / f"{name}.o"
+        isa, target = sources / "cpu" / "unit.cpp", build_lock.FOLDER / f"{name}.o"
+        compile_with(sanitizers, ONLY_FLOAT32, "-DFA_ISA=generic", "-c", isa, "-o", target)
+        return target
 
     return build_lock.made(name, key, make)
 
@@ -247,8 +244,10 @@ def library(fault, folder):
     file = sources / fault.file
     text = file.read_text()
     file.write_text(text.replace(fault.old, fault.new))
-    objects = kernels(sanitizers), sources / "cpu/runtime/library.cpp"
-    compile_with(sanitizers, "-shared", *objects, "-o", folder / "libfastattn_cpu.so")
+    runtime = [sources / "cpu" / "runtime" / f"{x}.cpp" for x in ("library", "kernel_choice")]
+    compile_with(
+        sanitizers, "-shared", kernels(sanitizers), *runtime, "-o", folder / "libfastattn_cpu.so"
+    )
     return folder
 
 

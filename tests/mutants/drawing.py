@@ -12,8 +12,6 @@ LEFT_OUT = (
     "csrc/common/glibc.h",
     "csrc/cpu/amx/amx_enable.h",
     "csrc/cpu/base/arm_product.h",
-    "csrc/cpu/runtime/isa_here.h",
-    "csrc/cpu/runtime/native.cpp",
     "csrc/cpu/runtime/platform.h",
     "fastattn/backends/cuda",
     "fastattn/backends/sm90",

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ class Kernels:
         commands = json.loads((self.build / "compile_commands.json").read_text())
         self.objects = {}  # by the object's name: its command
         for x in commands:
-            command = x["command"].split()
+            command = shlex.split(x["command"])
             self.objects[command[command.index("-o") + 1]] = [*command, *QUICK]
         self.clean, self.includes = self.build / "clean.so", {}
         for name, command in self.objects.items():

@@ -8,7 +8,7 @@ FLAGS = ["-std=gnu++17", "-O0", "-fPIC", "-ffp-contract=fast", "-fno-trapping-ma
 FLAGS += ["-fvisibility=hidden", "-fopenmp"]
 AMX_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 ON_THE_MODEL = [*AMX_FLAGS, "-DFA_AMX", "-DFA_AMX_MODEL"]
-ONLY_FLOAT32 = "if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);"
+ONLY_FLOAT32 = "-DFA_WITHOUT_F64"
 
 
 def run(*arguments):
@@ -19,12 +19,9 @@ def run(*arguments):
 
 def build(sources, folder, *more):
     """The library of the kernels in `sources`, without float64 and without optimisation."""
-    isa = sources / "cpu" / "kernels_for_isa.cpp"
-    text = isa.read_text()
-    assert ONLY_FLOAT32 in text
-    isa.write_text(text.replace(ONLY_FLOAT32, ""))
-    objects = [folder / "isa.o", folder / "library.o"]
-    run(*FLAGS, *more, "-DFA_ISA=generic", "-c", isa, "-o", objects[0])
-    run(*FLAGS, "-c", sources / "cpu" / "runtime" / "library.cpp", "-o", objects[1])
-    run("-shared", "-fopenmp", *objects, "-o", folder / "kernels.so")
+    cpu, kernels = sources / "cpu", folder / "kernels.o"
+    runtime = [cpu / "runtime" / f"{x}.cpp" for x in ("library", "kernel_choice")]
+    of_set = [*more, ONLY_FLOAT32, "-DFA_ISA=generic"]
+    run(*FLAGS, *of_set, "-c", cpu / "unit.cpp", "-o", kernels)
+    run(*FLAGS, "-shared", *runtime, kernels, "-o", folder / "kernels.so")
     return folder / "kernels.so"

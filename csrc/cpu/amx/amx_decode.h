@@ -24,8 +24,6 @@ struct AmxDecode : Decode<Amx<P>> {
   static constexpr int64_t kLanesUsed = 16;
   static int64_t padded(int64_t d) { return round_up(d, kStep); }
 
-  static bool suits(const Params& p) { return !p.row_invariant && p.M > 0 && p.M <= kLanesUsed; }
-
   static int64_t heads_per_tile(const Params& p) {
     return std::clamp<int64_t>(kLanesUsed / std::max<int64_t>(p.M, 1), 1,
                                std::max<int64_t>(Base::group(p), 1));
@@ -266,7 +264,7 @@ struct AmxDecode : Decode<Amx<P>> {
       if (unfit) {
         buf.state[0].rows = rows.one(i);
         buf.state[0].lanes = kLanes<float>;
-        Vectors::over_keys(p, 1, buf);
+        over_keys_on_vectors(p, 1, buf);
       }
       mark_scores(p, rows, i, unfit);
     }

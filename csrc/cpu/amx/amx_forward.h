@@ -214,7 +214,7 @@ struct AmxForward {
       buf.state[0].rows = some;
       // `carve` has sized the buffers for one vector, or for two at least.
       buf.state[0].lanes = p.M <= kLanes<float> ? kLanes<float> : kLanesUsed;
-      Vectors::over_keys(p, 1, buf);
+      over_keys_on_vectors(p, 1, buf);
     }
   }
 

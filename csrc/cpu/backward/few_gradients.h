@@ -24,8 +24,6 @@ struct FewGradients {
   static constexpr int pair = Mul::pair, W = kLanes<R>;
 
   static int64_t rows(const Params& p) { return Chunks::group(p) * p.M; }
-  // With more rows, the scores of a block of keys would not stay in a near cache.
-  static bool suit(const Params& p) { return Few::suit(p) && rows(p) <= 128 && !p.mod.dfloats; }
 
   struct Buffers {
     E *q, *dout;             // [rows][Few::padded(columns)], as products read them

@@ -46,16 +46,11 @@ struct Plan {
   }
 };
 
-// Flag of FA_SECOND: forward rounded its scores differently from these kernels.
-constexpr int64_t kOtherScores = 64;
-
 // The tasks of an indexer, in any order.
 struct IndexerTasks {
   int64_t count;
   size_t scratch;
   void (*run)(const FaIndexer& p, int64_t task, char* scratch);
 };
-
-using MakePlan = Plan (*)(const Params& p, int64_t pass);
 
 }  // namespace fa

@@ -28,10 +28,6 @@ struct E4m3Bytes {
 
 struct E4m3Table {
   static constexpr int W = kLanes<float>, kVectors = 4, kColumns = kVectors * W;
-  static bool suits(const Params& p) {
-    static const bool vbmi = __builtin_cpu_supports("avx512vbmi");
-    return vbmi && p.D % kColumns == 0 && p.Dv % kColumns == 0;
-  }
   // kColumns columns.
   static FA_INLINE void numbers(const StoredE4m3* row, Vec<float> (&to)[kVectors]) {
     static constexpr E4m3Bytes low(0), high(8);

@@ -8,6 +8,7 @@
 // room for kTileKeys keys.
 #pragma once
 #include "../base/stored.h"
+#include "../kernels.h"
 #include "../score/tile.h"
 
 namespace fa {
@@ -23,12 +24,7 @@ struct FewRows {
   using E = typename Mul::Element;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
 
-  // Measured: as long as lanes of rows would be half empty, lanes of columns are faster, except for
-  // a few rows on so few keys that there is next to nothing to read. (All passes of a call get the
-  // same answer, with values or without.)
-  static bool suit(const Params& p) {
-    return !p.row_invariant && p.M <= W / 2 && (p.M == 1 || p.N * p.D > 128 * p.M);
-  }
+  static bool suit(const Params& p) { return has_few_rows(p, W); }
 
   static int64_t elements(int64_t columns) { return (columns + pair - 1) / pair; }
   static int64_t padded(int64_t columns) { return round_up(elements(columns), kLanes<E>); }

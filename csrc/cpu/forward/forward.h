@@ -295,5 +295,9 @@ struct Forward {
   }
 };
 
+#if defined(FA_AMX)  // of rows that tiles cannot compute; unit.cpp compiles it once
+void over_keys_on_vectors(const Params& p, int64_t tiles, Forward<Plain<float>>::Buffers& buf);
+#endif
+
 }  // namespace FA_ISA
 }  // namespace fa

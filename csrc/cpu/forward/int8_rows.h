@@ -51,10 +51,6 @@ FA_INLINE bool is_number(float x) { return x == x; }
 
 struct Int8Rows : FewRows<Plain<float> > {
   using Floats = FewRows<Plain<float> >;
-  // Queries of float32 have more than the integers keep.
-  static bool suits(const Params& p) {
-    return item_size(p.q.dtype) == 2 && p.D % 32 == 0 && p.Dv % 32 == 0;
-  }
   // A staged row of q is its numbers, their integers, and the unit of these: NaN if there are none.
   // A score changes, before its factors, by a 65534th of the largest |q| times the sum of a key's
   // |k|, at most.

@@ -1,4 +1,4 @@
-// The C ABI: checks arguments by their values, chooses the instruction set, runs plans on threads.
+// The C ABI: checks arguments by their values, and runs plans on threads.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -9,182 +9,14 @@
 #include "../base/plan.h"
 #include "append.h"
 #include "hosted_run.h"
-#include "isa_choice.h"
-#include "isa_here.h"
+#include "kernel_choice.h"
 #include "packed_batch.h"
 #include "read_sum.h"
 #include "thread_memory.h"
 #include "threads.h"
 
-// CMake defines FA_HAS_<set> for each instruction set that it builds besides "generic".
-#if defined(FA_HAS_AMX_BF16) || defined(FA_HAS_AMX_MODEL)
-#define FA_HAS_TILES
-#endif
-
 namespace fa {
-
-#define FA_DECLARE(isa)                                                                  \
-  namespace isa {                                                                        \
-  Plan make_plan(const Params& p, int64_t pass);                                         \
-  bool decodes(const Params& p);                                                         \
-  IndexerTasks indexer_tasks(const FaIndexer& p);                                        \
-  double measure_peak(int64_t dtype, double s, double (*)());                            \
-  void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n); \
-  }
-FA_DECLARE(generic)
-#if defined(FA_HAS_AVX2)
-FA_DECLARE(avx2)
-#endif
-#if defined(FA_HAS_AVX512)
-FA_DECLARE(avx512)
-#endif
-#if defined(FA_HAS_AVX512_BF16)
-FA_DECLARE(avx512_bf16)
-#endif
-#if defined(FA_HAS_AMX_BF16)
-FA_DECLARE(amx_bf16)
-#endif
-#if defined(FA_HAS_AMX_MODEL)
-FA_DECLARE(amx_model)
-#endif
-#if defined(FA_HAS_NEON_BF16)
-FA_DECLARE(neon_bf16)
-#endif
-#if defined(FA_HAS_SVE256)
-FA_DECLARE(sve256)
-#endif
-
 namespace {
-
-struct Isa {
-  const char* name;
-  const char* (*unit)(const Params&);  // the set that runs this call; for some it is another
-  MakePlan make_plan;
-  IndexerTasks (*indexer_tasks)(const FaIndexer&);
-  bool (*decodes)(const Params&);  // does Choice's `decoding` run this call?
-  double (*measure_peak)(int64_t, double, double (*)());
-  void (*vector_function)(int64_t, int64_t, const void*, void*, int64_t);
-};
-
-#define FA_KERNELS(isa)                                                                       \
-  #isa, [](const Params&) { return #isa; }, isa::make_plan, isa::indexer_tasks, isa::decodes, \
-      isa::measure_peak, isa::vector_function
-#if defined(FA_HAS_TILES)
-// Float64 has no planes for tiles, and float32 is taken off tiles on request: these run on the
-// vectors of avx512. So do calls with a scale so large that products below the least normal number,
-// which are 0 on tiles, would show; and the passes that take tangents, for every dtype.
-std::atomic<bool> float32_on_tiles{true};
-bool on_tiles(int64_t dtype) {
-  return dtype == FA_BF16 || dtype == FA_F16 || (dtype == FA_F32 && float32_on_tiles);
-}
-bool on_tiles(const Params& p) {
-  constexpr double most = 0x1p60;
-  return on_tiles(p.q.dtype) && (p.q.dtype == FA_BF16 || (-most < p.scale && p.scale < most));
-}
-Plan tiled_plan(const Params& p, int64_t pass, MakePlan tiles) {
-  if (pass == FA_FORWARD_JVP) return tiles(p, FA_FORWARD).then(avx512::make_plan(p, FA_JVP));
-  if (pass == FA_SECOND) pass |= kOtherScores;
-  if (shares_pages(p, pass)) return avx512::make_plan(p, pass);
-  return (pass < FA_JVP ? tiles : avx512::make_plan)(p, pass);
-}
-#define FA_TILED_KERNELS(isa)                                                                  \
-  #isa, [](const Params& p) { return on_tiles(p) ? #isa : "avx512"; },                         \
-      [](const Params& p, int64_t pass) {                                                      \
-        return on_tiles(p) ? tiled_plan(p, pass, isa::make_plan) : avx512::make_plan(p, pass); \
-      },                                                                                       \
-      [](const FaIndexer& p) {                                                                 \
-        return (p.q.dtype == FA_BF16 ? isa::indexer_tasks : avx512::indexer_tasks)(p);         \
-      },                                                                                       \
-      [](const Params& p) { return (on_tiles(p) ? isa::decodes : avx512::decodes)(p); },       \
-      [](int64_t dtype, double s, double (*now)()) {                                           \
-        return (on_tiles(dtype) ? isa::measure_peak : avx512::measure_peak)(dtype, s, now);    \
-      },                                                                                       \
-      avx512::vector_function
-#endif
-#if defined(FA_HAS_SVE256)
-bool is_bf16(const Params& p) { return p.q.dtype == FA_BF16; }
-#endif
-const Isa kIsas[] = {
-// tiles, then the widest vectors first; last the one for tests
-#if defined(FA_HAS_AMX_BF16)
-    {FA_TILED_KERNELS(amx_bf16)},
-#endif
-#if defined(FA_HAS_AVX512_BF16)
-    {FA_KERNELS(avx512_bf16)},
-#endif
-#if defined(FA_HAS_AVX512)
-    {FA_KERNELS(avx512)},
-#endif
-#if defined(FA_HAS_AVX2)
-    {FA_KERNELS(avx2)},
-#endif
-#if defined(FA_HAS_SVE256)  // bfloat16 runs on neon_bf16, which can multiply it
-    {"sve256", [](const Params& p) { return is_bf16(p) ? "neon_bf16" : "sve256"; },
-     [](const Params& p, int64_t pass) {
-       return (is_bf16(p) ? neon_bf16::make_plan : sve256::make_plan)(p, pass);
-     },
-     [](const FaIndexer& p) {
-       return (p.q.dtype == FA_BF16 ? neon_bf16::indexer_tasks : sve256::indexer_tasks)(p);
-     },
-     [](const Params& p) { return (is_bf16(p) ? neon_bf16::decodes : sve256::decodes)(p); },
-     [](int64_t dtype, double s, double (*now)()) {
-       return (dtype == FA_BF16 ? neon_bf16::measure_peak : sve256::measure_peak)(dtype, s, now);
-     },
-     sve256::vector_function},
-#endif
-#if defined(FA_HAS_NEON_BF16)
-    {FA_KERNELS(neon_bf16)},
-#endif
-    {FA_KERNELS(generic)},
-#if defined(FA_HAS_AMX_MODEL)
-    {FA_TILED_KERNELS(amx_model)},
-#endif
-};
-
-// The kernels in use: one instruction set, or one for decoding and one for everything else.
-struct Choice {
-  const Isa *isa, *decoding;
-  std::string why;
-
-  const Isa& of(const Params& p) const { return *(isa->decodes(p) ? decoding : isa); }
-  Plan make_plan(const Params& p, int64_t pass) const { return of(p).make_plan(p, pass); }
-};
-
-const Isa* named(const char* name) {
-  for (const Isa& isa : kIsas)
-    if (std::strcmp(isa.name, name) == 0 && runs_here(name)) return &isa;
-  return nullptr;
-}
-
-// Its sets are null if this machine or this build lacks them.
-Choice choice_of(const Order& order) {
-  return {named(order.isa.c_str()), named(order.decoding.c_str()), order.why};
-}
-
-std::string names_of_all_here() {  // in the order of kIsas
-  std::string names;
-  for (const Isa& isa : kIsas)
-    if (runs_here(isa.name)) names += (names.empty() ? "" : ",") + std::string(isa.name);
-  return names;
-}
-
-const Choice& best() {
-  static const Choice choice = [] {
-    Order order = order_for(this_chip(), names_of_all_here());
-#if defined(FA_HAS_AMX_BF16)
-    if (announces_amx() && !tiles_refused().empty())
-      order.why += "; not amx_bf16: " + tiles_refused();
-#endif
-    return choice_of(order);
-  }();
-  return choice;
-}
-
-// Selected by name, while no other thread is in a call: so the text needs no lock.
-Choice selected;
-std::atomic<const Choice*> chosen{&best()};
-
-Plan make_plan(const Params& p, int64_t pass) { return chosen.load()->make_plan(p, pass); }
 
 std::atomic<bool> poisoned{false};
 
@@ -371,7 +203,7 @@ int64_t fa_cpu_task_times(const FaCall* call, int64_t pass, int64_t* tasks, doub
 
 int64_t fa_cpu_index(const FaIndexer* p) {
   fa::HostedRun run(false);
-  const fa::IndexerTasks tasks = fa::chosen.load()->isa->indexer_tasks(*p);
+  const fa::IndexerTasks tasks = fa::indexer_tasks(*p);
   const bool done =
       fa::run_tasks(tasks.count, tasks.scratch, std::min(p->threads, tasks.count),
                     run.is_asker() ? &run : nullptr,
@@ -392,60 +224,12 @@ int64_t fa_cpu_append(const FaAppend* p) {
   return done ? FA_OK : FA_NO_MEMORY;
 }
 
-const char* fa_cpu_isas(void) {
-  static const std::string names = [] {
-    std::string all = fa::best().isa->name;
-    for (const fa::Isa& isa : fa::kIsas)
-      if (fa::runs_here(isa.name) && &isa != fa::best().isa) all += "," + std::string(isa.name);
-    return all;
-  }();
-  return names.c_str();
-}
-
-const char* fa_cpu_isa(void) { return fa::chosen.load()->isa->name; }
-
-const char* fa_cpu_unit(const FaCall* call) {
-  const fa::Params p{call->params, call->mod};
-  return fa::chosen.load()->of(p).unit(p);
-}
-
 const char* fa_cpu_score_mod_ops(void) { return fa::kScoreModOps; }
-
-const char* fa_cpu_why(void) { return fa::chosen.load()->why.c_str(); }
-
-const char* fa_cpu_served(const char* vendor, int64_t family, int64_t model, const char* isas) {
-  static thread_local std::string said;
-  const fa::Order order = fa::order_for({vendor, family, model}, isas);
-  said = order.isa + ", " + order.decoding + ": " + order.why;
-  return said.c_str();
-}
-
-int64_t fa_cpu_select(const char* name, const char* decoding) {
-  const fa::Choice found = fa::choice_of({name, decoding, "selected by its name"});
-  if (!found.isa || !found.decoding) return 1;
-  fa::selected = found;
-  fa::chosen = &fa::selected;
-  return 0;
-}
-
-void fa_cpu_float32_on_tiles([[maybe_unused]] int64_t on) {
-#if defined(FA_HAS_TILES)
-  fa::float32_on_tiles = on != 0;
-#endif
-}
 
 void fa_cpu_poison(int64_t on) { fa::poisoned = on != 0; }
 
-double fa_cpu_peak(int64_t dtype, double seconds) {
-  return fa::chosen.load()->isa->measure_peak(dtype, seconds, fa::thread_seconds);
-}
-
 float fa_cpu_read_sum(const float* x, int64_t n, int64_t streams) {
   return fa::read_sum(x, n, streams);
-}
-
-void fa_cpu_vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n) {
-  fa::chosen.load()->isa->vector_function(which, dtype, x, y, n);
 }
 
 }  // extern "C"

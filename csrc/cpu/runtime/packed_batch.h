@@ -11,6 +11,7 @@
 #include "../../common/item_size.h"
 #include "../base/plan.h"
 #include "../score/sequence.h"
+#include "kernel_choice.h"
 
 namespace fa {
 
@@ -29,9 +30,6 @@ inline bool pages_exist(const Params& p) {
       if (p.pages[b * p.blocks + at] < 0 || p.pages[b * p.blocks + at] >= p.P) return false;
   return true;
 }
-
-// The gradients of pages, which sequences share, are sums over sequences: one plan has them all.
-inline bool shares_pages(const Params& p, int64_t pass) { return pass == FA_BACKWARD && p.page; }
 
 class Calls {
  public:

@@ -1,5 +1,7 @@
 // Some sequences of a packed batch, as the arguments of a call of their own.
 #pragma once
+#include <initializer_list>
+
 #include "../../common/item_size.h"
 #include "../base/plan.h"
 #include "score_mod_ops.h"

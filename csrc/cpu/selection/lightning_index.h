@@ -7,6 +7,7 @@
 // of a task, and the choice needs three passes over a row's scores.
 #pragma once
 #include <algorithm>
+#include <functional>
 
 #include "../base/scratch.h"
 #include "../score/tile.h"
