@@ -123,10 +123,11 @@ struct AmxDecode : Decode<Amx<P>> {
   static float score(const Params& p, const Heads& heads, const Keys& keys, const Buffers& buf) {
     if (heads.count == 1 || (heads.M == 1 && heads_alike(p)))
       return T::score_unscaled(p, heads.rows(0), keys, buf.s, nullptr, buf.score);
-    bool plain = p.scale > 0;
+    const float scale = scale_of<float>(p, heads.h);
+    bool plain = scale > 0;
     for (int64_t x = 0; x < heads.count; ++x) plain = plain && T::plain(p, heads.rows(x), keys);
-    if (plain) return float(p.scale);
-    T::each(keys.count, buf.s, [&](int64_t, int, Vec<float> x) { return x * float(p.scale); });
+    if (plain) return scale;
+    T::each(keys.count, buf.s, [&](int64_t, int, Vec<float> x) { return x * scale; });
     each_head(heads, keys.count, buf.s, buf.one,
               [&](const Rows& rows, float* s) { T::score(p, rows, keys, s, nullptr, buf.score); });
     return 1;

@@ -113,9 +113,7 @@ struct AmxForward {
                    rows_buf, unfit);
     std::fill_n(st.out, padded(p.Dv) * kLanesUsed, 0.0f);
     // A sink acts as a first key without a value.
-    const float sink = p.sinks.data
-                           ? read<float>(p.sinks.data, p.sinks.dtype, rows.h * p.sinks.stride[1])
-                           : -kInf<float>;
+    const float sink = sink_of<float>(p.sinks, rows.h);
     std::fill_n(st.m, kLanesUsed, sink);
     std::fill_n(st.l, kLanesUsed, sink == -kInf<float> ? 0.0f : 1.0f);
     if (P == 1) return 0;

@@ -163,7 +163,8 @@ struct Backward {
       });
     }
     if (G::kByParts)  // otherwise scaled during accumulation
-      for (int64_t x = 0; x < of.count * G::padded(p.D); ++x) buf.dk[x] *= R(p.scale);
+      for (int64_t x = 0; x < of.count * G::padded(p.D); ++x)
+        buf.dk[x] *= scale_of<R>(p, of.hk * (p.H / p.Hk));
     if (parts) pass_turn(w.captured_turn + captured, task / parts);
     write_keys(p, w, of, buf);
   }
@@ -254,13 +255,13 @@ struct Backward {
     accumulate_wide<Mul, Unit::along_k>(  // dK += scale dS Q
         {Op::tile_along(buf.ds, keys.count, T::lanes, buf.along), T::lanes / pair}, q.data,
         q.stride, pairs_of_rows, keys.count, G::padded(p.D), buf.dk + first * G::padded(p.D),
-        G::padded(p.D), R(p.scale));
+        G::padded(p.D), scale_of<R>(p, rows.h));
     const E* across = Op::tile_across(buf.ds, keys.count, T::lanes, buf.across);
     if (!wait_for_turn(p, w.turn + index, chunk)) return;
     accumulate_wide<Mul, Unit::along_r>(  // dQ += scale dS^T K
         {across, T::lanes}, k_across.data + first / pair * k_across.stride, k_across.stride,
         (keys.count + pair - 1) / pair, rows.count, G::padded(p.D), dq_row(p, w, rows, 0),
-        dq_stride(p), R(p.scale));
+        dq_stride(p), scale_of<R>(p, rows.h));
     pass_turn(w.turn + index, chunk);
   }
 
@@ -402,7 +403,7 @@ struct Backward {
     const Plane to = plane(p.dq, rows.b, rows.h);
     if constexpr (G::kByParts) {
       R scale[G::kPart];
-      std::fill(scale, scale + G::kPart, R(p.scale));
+      std::fill(scale, scale + G::kPart, scale_of<R>(p, rows.h));
       return each_part<Mul>(rows, [&](auto, const Rows& part, int64_t lane) {
         write_transposed(dq_part(p, w, rows, lane), G::kPart, scale, to, part.i0, part.count, 0,
                          p.D);
@@ -415,7 +416,7 @@ struct Backward {
   // A sink is a key without a value: dsink_h = -sum exp(sink - lse - tail) delta.
   static void sinks(const Params& p, int64_t h, char*) {
     const auto w = G::workspace(p);
-    const R sink = read<R>(p.sinks.data, p.sinks.dtype, h * p.sinks.stride[1]);
+    const R sink = sink_of<R>(p.sinks, h);
     double sum = 0;
     for (int64_t b = 0; b < p.B; ++b) {
       const int64_t at = G::tile_index(p, b, h, 0) * G::kRows;

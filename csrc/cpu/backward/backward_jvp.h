@@ -121,13 +121,13 @@ struct Second {
     };
     if (lse) add_rows(buf.s_t, p.dout, p.Dv, buf.dout_across, buf.dv, R(1));
     if (buf.dout_t) add_rows(buf.s, p.dout_t, p.Dv, buf.dout_t_across, buf.dv, R(1));
-    add_rows(buf.ds_t, p.q, p.D, buf.q_across, buf.dk, R(p.scale));
-    if (buf.q_t) add_rows(buf.ds, p.q_t, p.D, buf.q_t_across, buf.dk, R(p.scale));
+    add_rows(buf.ds_t, p.q, p.D, buf.q_across, buf.dk, scale_of<R>(p, rows.h));
+    if (buf.q_t) add_rows(buf.ds, p.q_t, p.D, buf.q_t_across, buf.dk, scale_of<R>(p, rows.h));
 
     const auto add_keys = [&](const R* tile, Broadcast<R> x) {
       accumulate_wide<Plain<R>, Unit::along_r>(
           {tile, T::lanes}, x.data + first * x.stride, x.stride, keys.count, rows.count,
-          G::padded(p.D), B::dq_row(p, w, rows, 0), B::dq_stride(p), R(p.scale));
+          G::padded(p.D), B::dq_row(p, w, rows, 0), B::dq_stride(p), scale_of<R>(p, rows.h));
     };
     if (!wait_for_turn(p, w.turn + index, chunk)) return;
     add_keys(buf.ds_t, k);
@@ -139,10 +139,7 @@ struct Second {
   // -sum P_t delta + P delta_t of the sink's probability P.
   static void sinks(const Params& p, int64_t h, char*) {
     const auto w = G::workspace(p);
-    const auto of = [&](const FaTensor& x) {
-      return x.data ? double(read<R>(x.data, x.dtype, h * x.stride[1])) : 0.0;
-    };
-    const double sink = of(p.sinks), sink_t = of(p.sinks_t);
+    const double sink = sink_of<R>(p.sinks, h), sink_t = sink_of<R>(p.sinks_t, h, R(0));
     double sum = 0;
     for (int64_t b = 0; b < p.B; ++b) {
       const int64_t first = G::tile_index(p, b, h, 0) * G::kRows;

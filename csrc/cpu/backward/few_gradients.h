@@ -160,8 +160,8 @@ struct FewGradients {
     const auto v = Operand<Mul>::along(values, keys.j0, keys.count, p.Dv, buf.v);
     for (int64_t j = 0; j < keys.count; j += Few::kKeys) {
       const int64_t n = std::min(Few::kKeys, keys.count - j);
-      Few::products({k.data + j * k.stride, k.stride}, n, p.D, buf.q, rows(p), R(p.scale),
-                    buf.s + j, later(values, keys.j0 + j, pair));
+      Few::products({k.data + j * k.stride, k.stride}, n, p.D, buf.q, rows(p),
+                    scale_of<R>(p, of.h0), buf.s + j, later(values, keys.j0 + j, pair));
       Few::products({v.data + j * v.stride, v.stride}, n, p.Dv, buf.dout, rows(p), R(1), buf.ds + j,
                     later(dv, keys.j0 + j, pair));
     }
@@ -174,7 +174,7 @@ struct FewGradients {
     const R* weights = buf.dropped ? buf.dropped : buf.s;
     const int64_t n = rows(p);
     outer(dv, keys, weights, buf.dout_rows, n, p.Dv, R(1), later(dk, keys.j0), buf);
-    outer(dk, keys, buf.ds, buf.q_rows, n, p.D, R(p.scale), {}, buf);
+    outer(dk, keys, buf.ds, buf.q_rows, n, p.D, scale_of<R>(p, of.h0), {}, buf);
     const E* ds = Sum::operand(buf.ds, n, buf.ds_operand);
     for (int64_t j = 0; j < keys.count; j += Few::kKeys) {
       const int64_t next = keys.end() + j;
@@ -285,7 +285,7 @@ struct FewGradients {
   // `sum` is in the order that `natural` undoes; `row` has room for a row in natural order.
   static void write_dq(const Params& p, int64_t b, int64_t h, int64_t i, const R* sum, R* row) {
     Sum::natural(sum, p.D, row);
-    for (int64_t c = 0; c < p.D; ++c) row[c] *= R(p.scale);
+    for (int64_t c = 0; c < p.D; ++c) row[c] *= scale_of<R>(p, h);
     const Plane to = plane(p.dq, b, h);
     write_row(p.dq.data, to.dtype, to.at(i), to.step, p.D, row);
   }

@@ -230,19 +230,20 @@ struct Gradient {
         lanes = scored_on_vectors(p, rows, keys, {buf.k_unfit, nullptr, block.J0}, buf.q_unfit,
                                   normaliser.tail);
       R factor = R(1);
-      Dots::run(k, buf.q, p.D, keys.count, lanes ? R(p.scale) : R(1), buf.s);
+      Dots::run(k, buf.q, p.D, keys.count, lanes ? scale_of<R>(p, rows.h) : R(1), buf.s);
       if (!lanes) {
         factor = T::score_unscaled(p, rows, keys, buf.s, buf.derivative, buf.score);
       } else {
-        on_vectors(p.k, buf.k_unfit, p.q, lanes, p.D, R(p.scale), buf.s);
+        on_vectors(p.k, buf.k_unfit, p.q, lanes, p.D, scale_of<R>(p, rows.h), buf.s);
         T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
       }
       T::template probabilities<true>(keys.count, normaliser, buf.s, factor);
     } else {
       if (!few(p))
-        Dots::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
+        Dots::run(k, buf.q, p.D, keys.count, scale_of<R>(p, rows.h), buf.s);
       else if constexpr (kMayBeFew)
-        FewRows<Mul>::tile(k, keys.count, p.D, buf.few_q, rows.count, R(p.scale), buf.few_s, buf.s);
+        FewRows<Mul>::tile(k, keys.count, p.D, buf.few_q, rows.count, scale_of<R>(p, rows.h),
+                           buf.few_s, buf.s);
       T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
       T::probabilities(keys.count, normaliser, buf.s);
     }

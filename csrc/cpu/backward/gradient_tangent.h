@@ -100,10 +100,11 @@ struct GradientTangent : Gradient<Plain<R_>> {
     const Broadcast<R> k = from(block.k), v = from(block.v);
     const int64_t n = keys.count;
     T::prefetch_mask(p, rows, keys);
-    Dots::run(k, buf.q, p.D, n, R(p.scale), buf.s);
+    Dots::run(k, buf.q, p.D, n, scale_of<R>(p, rows.h), buf.s);
     T::score(p, rows, keys, buf.s, buf.derivative, buf.score, buf.second);
     T::probabilities(n, normaliser, buf.s);
-    product_tangents<R, NV>(k, buf.q, from(block.k_t), buf.q_t, p.D, n, R(p.scale), buf.s_t);
+    product_tangents<R, NV>(k, buf.q, from(block.k_t), buf.q_t, p.D, n, scale_of<R>(p, rows.h),
+                            buf.s_t);
     T::score_tangents(p, rows, keys, buf.s_t, buf.derivative, buf.second, buf.score);
     Dots::run(v, buf.dout, p.Dv, n, R(1), buf.ds);
     product_tangents<R, NV>(v, buf.dout, from(block.v_t), buf.dout_t, p.Dv, n, R(1), buf.dp_t);

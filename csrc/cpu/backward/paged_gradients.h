@@ -188,7 +188,7 @@ struct PagedGradients {
     }
     if (p.dk.data) {
       find(p, p.dk, b, hk, j, n, rows);
-      add_products(p, w.ds + j, buf.q, rows, n, p.D, R(p.scale));
+      add_products(p, w.ds + j, buf.q, rows, n, p.D, scale_of<R>(p, hk * (p.H / p.Hk)));
     }
   }
   // The addresses of rows in pages; the last one again for prefetches past the end.

@@ -186,7 +186,7 @@ struct Decode {
       Later later;
       if (t == 0) later = {reinterpret_cast<const char*>(with.data), with.stride * size, size};
       with_rows(k.of[j / kKeys], n, p.D, [&](auto rows) {
-        Few::products(rows, n, p.D, q, lanes.count, R(p.scale), buf.s + j, later);
+        Few::products(rows, n, p.D, q, lanes.count, scale_of<R>(p, lanes.rows.h), buf.s + j, later);
       });
     }
     if (has_scales<S>) multiply(lanes.count, keys.count, buf.k_scales, buf.s);
@@ -286,8 +286,7 @@ struct Decode {
     carve_sum(p, scratch, sum);
     const int64_t b = task / p.H, h = task % p.H, dv = Sum::columns(p.Dv);
     const Parts from = parts(p);
-    const R sink =
-        p.sinks.data ? read<R>(p.sinks.data, p.sinks.dtype, h * p.sinks.stride[1]) : -kInf<R>;
+    const R sink = sink_of<R>(p.sinks, h);
     for (int64_t i = 0; i < p.M; ++i) {
       R m = sink;
       for (int64_t c = 0; c < chunks(p); ++c) m = std::max(m, from.m[part(p, c, b, h, i)]);

@@ -101,8 +101,7 @@ struct Forward {
     std::fill_n(st.tail, (p.Dv - whole(p.Dv)) * lanes, R(0));
     st.begun = st.written = false;
     // A sink acts as a first key without a value.
-    const R sink =
-        p.sinks.data ? read<R>(p.sinks.data, p.sinks.dtype, rows.h * p.sinks.stride[1]) : -kInf<R>;
+    const R sink = sink_of<R>(p.sinks, rows.h);
     std::fill(st.m, st.m + lanes, sink);
     std::fill(st.l, st.l + lanes, sink == -kInf<R> ? R(0) : R(1));
   }
@@ -133,7 +132,7 @@ struct Forward {
         const int64_t here = std::min(step, end - j);
         if (ahead) prefetch(values_of(p, rows.b, hk), keys.j0 + j, here, p.Dv);
         DotProducts<Mul, n>::run({k.data + j * k.stride, k.stride}, st.q + lane, p.D, here,
-                                 R(p.scale), buf.s + j * T::lanes + lane, T::lanes);
+                                 scale_of<R>(p, rows.h), buf.s + j * T::lanes + lane, T::lanes);
       }
     });
     // Outside of the strips, where a register tile of rows may see a key, P is 0.

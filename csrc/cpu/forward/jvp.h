@@ -99,14 +99,11 @@ struct Jvp {
     turn(p.q, buf.q);
     if (buf.q_t) turn(p.q_t, buf.q_t);
     for (R* sum : {buf.out, buf.out_t}) std::fill_n(sum, p.Dv * lanes, R(0));
-    const auto of_sink = [&](const FaTensor& x, R absent) {
-      return x.data ? read<R>(x.data, x.dtype, rows.h * x.stride[1]) : absent;
-    };
-    const R sink = of_sink(p.sinks, -kInf<R>);
+    const R sink = sink_of<R>(p.sinks, rows.h);
     const bool seen = sink != -kInf<R>;
     std::fill_n(buf.m, lanes, sink);
     std::fill_n(buf.l, lanes, seen ? R(1) : R(0));
-    std::fill_n(buf.mu, lanes, seen ? of_sink(p.sinks_t, R(0)) : R(0));
+    std::fill_n(buf.mu, lanes, seen ? sink_of<R>(p.sinks_t, rows.h, R(0)) : R(0));
   }
 
   template <int NV, bool kForward>
@@ -116,13 +113,13 @@ struct Jvp {
     const auto along = [&](const KeyPlane& x, R* to) { return Op::along(x, keys.j0, n, p.D, to); };
     T::prefetch_mask(p, rows, keys);
     const Broadcast<R> k = along(keys_of(p, rows.b, hk), buf.k);
-    DotProducts<Mul, NV>::run(k, buf.q, p.D, n, R(p.scale), buf.s);
+    DotProducts<Mul, NV>::run(k, buf.q, p.D, n, scale_of<R>(p, rows.h), buf.s);
     T::score(p, rows, keys, buf.s, buf.derivative, buf.score, buf.second);
     T::online_softmax(Strips<R, NV>::whole(n), buf.s, buf.m, buf.l, buf.rescale);
     if (buf.s_t) {
       Broadcast<R> k_t{};
       if (buf.k_t) k_t = along(key_tangents_of(p, rows.b, hk), buf.k_t);
-      product_tangents<R, NV>(k, buf.q, k_t, buf.q_t, p.D, n, R(p.scale), buf.s_t);
+      product_tangents<R, NV>(k, buf.q, k_t, buf.q_t, p.D, n, scale_of<R>(p, rows.h), buf.s_t);
       T::score_tangents(p, rows, keys, buf.s_t, buf.derivative, buf.second, buf.score);
     }
     weigh<NV>(n, buf);

@@ -99,17 +99,17 @@ struct Weights {
         if (G::few(p)) {
           using Few = FewRows<Mul>;
           Few::stage(q, rows.i0, rows.count, p.D, buf.few_q);
-          return Few::tile(staged, keys.count, p.D, buf.few_q, rows.count, R(p.scale), buf.few_s,
-                           buf.s);
+          return Few::tile(staged, keys.count, p.D, buf.few_q, rows.count, scale_of<R>(p, rows.h),
+                           buf.few_s, buf.s);
         }
       Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows);
     }
-    DotProducts<Mul, NV>::run(staged, buf.q, p.D, keys.count, R(p.scale), buf.s);
+    DotProducts<Mul, NV>::run(staged, buf.q, p.D, keys.count, scale_of<R>(p, rows.h), buf.s);
     if constexpr (G::kPlanes)
       if (const uint32_t which = scored_on_vectors(p, rows, keys, {buf.k_unfit, nullptr, keys.j0},
                                                    q_unfit, buf.normaliser.tail))
-        products_on_vectors<NV>(p, k, keys, buf.k_unfit, q, rows, which, p.D, R(p.scale),
-                                buf.vectors, buf.s);
+        products_on_vectors<NV>(p, k, keys, buf.k_unfit, q, rows, which, p.D,
+                                scale_of<R>(p, rows.h), buf.vectors, buf.s);
   }
 
   static Plan plan(const Params& p) {

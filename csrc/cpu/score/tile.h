@@ -22,6 +22,18 @@ FA_INLINE bool heads_alike(const Params& p) {
          (!p.mask.data || (p.mask.stride[1] == 0 && p.mask.stride[2] == 0));
 }
 
+// The factor of a head's products of q and k, and of dS in the gradients of these. Where several heads
+// are multiplied at once it is that of their first one: heads are alike in it.
+template <class R>
+FA_INLINE R scale_of(const Params& p, [[maybe_unused]] int64_t h) {
+  return R(p.scale);
+}
+// A head's sink, a logit without a key, or its tangent; `absent` if the call has none.
+template <class R>
+FA_INLINE R sink_of(const FaTensor& sinks, int64_t h, R absent = -kInf<R>) {
+  return sinks.data ? read<R>(sinks.data, sinks.dtype, h * sinks.stride[1]) : absent;
+}
+
 // True if the derivative of a score by its scaled product may differ from 1.
 FA_INLINE bool has_derivative(const Params& p) {
   return p.softcap > 0 || (p.mod.code && code_of(p.mod).derivative);
@@ -200,7 +212,7 @@ struct Tile {
   // by: the scale, if no feature changes the scores.
   static R score_unscaled(const Params& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
                           const ScoreScratch<R>& scratch) {
-    const R scale = R(p.scale);
+    const R scale = scale_of<R>(p, rows.h);
     if (scale > 0 && plain(p, rows, keys)) return scale;
     each(keys.count, s, [&](int64_t, int, V x) { return x * scale; });
     score(p, rows, keys, s, derivative, scratch);
