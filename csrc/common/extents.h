@@ -9,16 +9,16 @@ namespace fa {
 inline int64_t bad_extent(const FaCall& call, int64_t pass) {
   const FaParams& p = call.params;
   const int64_t B = p.cu_q ? 1 : p.B, M = p.cu_q ? p.T : p.M, N = p.cu_q ? p.S : p.N;
-  int64_t found = FA_OK;
+  int64_t status = FA_OK;
   // summed: size 1 stands for the sum over a dimension; not over the sequences of a packed batch,
   // each of which writes its own part.
   const auto check = [&](FaWritten which, const FaTensor& x, const int64_t (&whole)[4],
                          bool summed = false) {
     const int64_t* size = call.size[which];
     const bool absent = !x.data && !(size[0] | size[1] | size[2] | size[3]);
-    for (int at = 0; at < 4 && !absent && !found; ++at) {
+    for (int at = 0; at < 4 && !absent && !status; ++at) {
       const bool one = summed && size[at] == 1 && !(at == 0 && p.cu_q);
-      if (size[at] != whole[at] && !one) found = int64_t{FA_BAD_EXTENT} + which;
+      if (size[at] != whole[at] && !one) status = int64_t{FA_BAD_EXTENT} + which;
     }
   };
   if (pass == FA_FORWARD || pass == FA_FORWARD_JVP) {
@@ -39,7 +39,7 @@ inline int64_t bad_extent(const FaCall& call, int64_t pass) {
     check(FA_WRITES_DMASK, p.dmask, {p.B, p.H, p.M, p.N}, true);
     check(FA_WRITES_DSINKS, p.dsinks, {p.cu_q ? p.B : 1, p.H, 1, 1});
   }
-  return found;
+  return status;
 }
 
 }  // namespace fa

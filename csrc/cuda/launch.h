@@ -43,10 +43,10 @@ bool translated(void (*kernel)(P...)) {
 }
 
 inline int version(bool of_driver) {
-  int found = 0;
+  int number = 0;
   const cudaError_t failed =
-      of_driver ? cudaDriverGetVersion(&found) : cudaRuntimeGetVersion(&found);
-  return failed ? 0 : found;
+      of_driver ? cudaDriverGetVersion(&number) : cudaRuntimeGetVersion(&number);
+  return failed ? 0 : number;
 }
 
 inline int use_device(int64_t device) {

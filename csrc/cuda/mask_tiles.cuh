@@ -39,10 +39,10 @@ struct MaskStripe {
   template <int keys>
   FA_DEVICE int visible_tile(int from, int end, bool& read) const {
     while (from < end) {
-      const uint32_t found = tile(first + static_cast<unsigned>(from) / keys);
-      read = found == kRead;
-      if (found < kSkip) break;
-      from += static_cast<int>(found - kSkip + 1) * keys;
+      const uint32_t contents = tile(first + static_cast<unsigned>(from) / keys);
+      read = contents == kRead;
+      if (contents < kSkip) break;
+      from += static_cast<int>(contents - kSkip + 1) * keys;
     }
     return from;
   }
@@ -53,15 +53,15 @@ struct MaskStripe {
   template <int keys, int threads>
   FA_DEVICE bool needs_least(uint32_t* said, int from, int end, bool low) const {
     const unsigned thread = threadIdx.x, tiles = static_cast<unsigned>(end + keys - 1) / keys;
-    uint32_t found = low ? 1 : 0;
+    uint32_t needs = low ? 1 : 0;
     for (unsigned x = static_cast<unsigned>(from) / keys + thread; x < tiles; x += threads)
-      if (tile(first + x) != tile(first + x - to_exact)) found |= 2;
-    found = union_of_warp(found);
-    if (thread % 32 == 0) said[thread / 32] = found;
+      if (tile(first + x) != tile(first + x - to_exact)) needs |= 2;
+    needs = union_of_warp(needs);
+    if (thread % 32 == 0) said[thread / 32] = needs;
     ptx::block_sync("mask: every warp has said what it needs");
-    found = 0;
-    for (int warp = 0; warp < threads / 32; ++warp) found |= said[warp];
-    return found == 3;
+    needs = 0;
+    for (int warp = 0; warp < threads / 32; ++warp) needs |= said[warp];
+    return needs == 3;
   }
 };
 

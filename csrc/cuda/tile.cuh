@@ -65,8 +65,8 @@ struct KeyRows : Matrix {
   FA_DEVICE const uint16_t* row(int r) const {
     if (!batch.page) return Matrix::row(r);
     const int at = min(r, rows - 1), page = static_cast<int>(batch.page);
-    const int64_t found = batch.pages[item * batch.blocks + at / page];
-    return data + most(0, least(found, batch.P - 1)) * pages.stride[0] + at % page * row_stride;
+    const int64_t number = batch.pages[item * batch.blocks + at / page];
+    return data + most(0, least(number, batch.P - 1)) * pages.stride[0] + at % page * row_stride;
   }
 };
 

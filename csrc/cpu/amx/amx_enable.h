@@ -45,14 +45,14 @@ inline void illegal(int signal_number) {
 }  // namespace trial
 // Runs a function that may hit an illegal instruction, then restores the process's handler.
 inline bool survives(void (*f)()) {
-  struct sigaction mine = {}, found;
+  struct sigaction mine = {}, previous;
   mine.sa_handler = trial::illegal;
   sigemptyset(&mine.sa_mask);
   trial::thread = pthread_self();
-  if (sigaction(SIGILL, &mine, &found)) return false;
+  if (sigaction(SIGILL, &mine, &previous)) return false;
   const bool legal = sigsetjmp(trial::back, 1) == 0;
   if (legal) f();
-  sigaction(SIGILL, &found, nullptr);
+  sigaction(SIGILL, &previous, nullptr);
   return legal;
 }
 inline void multiply_on_tiles() {

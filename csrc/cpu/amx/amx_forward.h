@@ -120,11 +120,11 @@ struct AmxForward {
     const Packed keys = packed(p, rows.b, key_head(p, rows.h));
     const KeyFits fits{keys.k_unfit, keys.v_unfit, 0};
     const bool some = see_unfit_key(p, rows, {0, p.N}, fits);
-    uint32_t found = 0;
+    uint32_t unfit_rows = 0;
     for (int64_t i = 0; i < rows.count; ++i)
       if (unfit[i] || (some && see_unfit_key(p, rows.one(i), {0, p.N}, fits)))
-        found |= uint32_t(1) << i;
-    return found;
+        unfit_rows |= uint32_t(1) << i;
+    return unfit_rows;
   }
 
   // One tile of rows against one block of keys; `k` starts at key J0.

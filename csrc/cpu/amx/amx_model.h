@@ -114,11 +114,11 @@ void dot() {
     }
     const __m512 sum = _mm512_add_ps(_mm512_load_ps(c[m]), _mm512_add_ps(even, odd));
     const __mmask16 nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q);
-    uint32_t found[16];
-    _mm512_storeu_ps(found, sum);
+    uint32_t sums[16];
+    _mm512_storeu_ps(sums, sum);
     for (int n = 0; n < 16; ++n)
-      if (nan >> n & 1) found[n] = element(a[m], b, n, c[m][n]);
-    std::memcpy(c[m], found, 64);
+      if (nan >> n & 1) sums[n] = element(a[m], b, n, c[m][n]);
+    std::memcpy(c[m], sums, 64);
   }
 }
 

@@ -31,13 +31,13 @@ struct Operand<Amx<P>> {
                            Source* buf, uint8_t* unfit) {
     if (r >= rows) return kZeros;
     const bool whole = a.step == 1 && columns % kStep == 0;
-    const Source* found = buf;
+    const Source* source = buf;
     if (whole && a.dtype == (P == 1 ? FA_BF16 : FA_F32)) {
-      found = static_cast<const Source*>(a.data) + a.at(r0 + r);
+      source = static_cast<const Source*>(a.data) + a.at(r0 + r);
     } else {
       copy(a, r0 + r, 1, columns, buf);
     }
-    return fit_or_zeros(found, columns, unfit);
+    return fit_or_zeros(source, columns, unfit);
   }
   // Rows of whole steps.
   template <class A>

@@ -80,13 +80,13 @@ inline void mark_scores(const Params& p, const Rows& rows, int64_t i, bool on_ve
 // the vectors is a row.
 inline uint32_t scored_on_vectors(const Params& p, const Rows& rows, const Keys& keys,
                                   const KeyFits& k, const uint8_t* q_unfit, const float* tail) {
-  uint32_t found = 0;
+  uint32_t which = 0;
   const bool some = see_unfit_key(p, rows, keys, k);
   for (int64_t i = 0; i < rows.count; ++i)
     if ((bits(tail[i]) & 1) || q_unfit[i] != kFits ||
         (some && see_unfit_key(p, rows.one(i), keys, k)))
-      found |= uint32_t(1) << i;
-  return found;
+      which |= uint32_t(1) << i;
+  return which;
 }
 
 // Buffers for products on vectors in place of tiles: one operand transposed, the other as rows,

@@ -129,9 +129,9 @@ inline bool has_nan(Broadcast<StoredByte<FA_E4M3> > a, int64_t rows, int64_t col
     look(bits);
   }
   const Vec<int64_t> words = (Vec<int64_t>)(most == uint8_t(0x7F));
-  int64_t found = 0;
-  for (int l = 0; l < kLanes<int64_t>; ++l) found |= words[l];
-  return found;
+  int64_t all = 0;
+  for (int l = 0; l < kLanes<int64_t>; ++l) all |= words[l];
+  return all;
 }
 // Calls f(rows), as rows without NaN if they have none and that type is quicker.
 template <class S, class F>

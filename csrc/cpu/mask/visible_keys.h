@@ -110,9 +110,9 @@ inline int64_t block_class(const Params& p, const Rows& rows, int64_t j0, int64_
   bool none = true, all = true;
   for (int64_t stripe = rows.i0 / 32; stripe <= (rows.end() - 1) / 32; ++stripe)
     for (int64_t x = j0 / 64; x <= (j1 - 1) / 64; ++x) {
-      const int8_t found = static_cast<const int8_t*>(of.data)[of.at(stripe, x)];
-      none &= found == FA_NO_PAIR;
-      all &= found == FA_ALL_PAIRS;
+      const int8_t pairs = static_cast<const int8_t*>(of.data)[of.at(stripe, x)];
+      none &= pairs == FA_NO_PAIR;
+      all &= pairs == FA_ALL_PAIRS;
     }
   return none ? FA_NO_PAIR : all ? FA_ALL_PAIRS : FA_SOME_PAIRS;
 }

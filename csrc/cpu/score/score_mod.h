@@ -22,9 +22,9 @@ namespace FA_ISA {
 // The element at each of these indices of a table.
 template <class R>
 FA_INLINE Vec<R> gather_each(const R* table, Vec<Int<R>> at) {
-  Vec<R> found;
-  for (int l = 0; l < kLanes<R>; ++l) found[l] = table[at[l]];
-  return found;
+  Vec<R> values;
+  for (int l = 0; l < kLanes<R>; ++l) values[l] = table[at[l]];
+  return values;
 }
 #if defined(__AVX512F__)
 FA_INLINE Vec<float> gather(const float* table, Vec<int32_t> at) {
@@ -294,14 +294,14 @@ struct ScoreMod {
     if (rises(at)) return load(table + at[0]);
     if (!falls(at)) return gather(table, at);
     const V turned = load(table + at[W - 1]);
-    V found;
-    for (int l = 0; l < W; ++l) found[l] = turned[W - 1 - l];
-    return found;
+    V reversed;
+    for (int l = 0; l < W; ++l) reversed[l] = turned[W - 1 - l];
+    return reversed;
   }
   static FA_INLINE VI read_at(const int64_t* table, VI at) {
-    VI found;
-    for (int l = 0; l < W; ++l) found[l] = I(table[at[l]]);
-    return found;
+    VI values;
+    for (int l = 0; l < W; ++l) values[l] = I(table[at[l]]);
+    return values;
   }
 
   // Adds dS times its factor at the indices of captured numbers.

@@ -30,21 +30,21 @@ struct LargestNumbers {
   // Writes the places of the `count` largest of x[0..n), ascending, and -1 after them if n is less.
   // Of equal numbers the first ones are chosen. `scratch`: `numbers(n)` words.
   static void choose(const float* x, int64_t n, int64_t count, uint32_t* scratch, int32_t* to) {
-    int64_t found = 0;
+    int64_t written = 0;
     if (n <= count) {
-      for (; found < n; ++found) to[found] = int32_t(found);
+      for (; written < n; ++written) to[written] = int32_t(written);
     } else if (count > 0) {
       int64_t equal;
       const uint32_t least = threshold(x, n, count, scratch, equal);
-      for (int64_t j = 0; j < n && found < count; ++j) {
+      for (int64_t j = 0; j < n && written < count; ++j) {
         const uint32_t o = ordered(x[j]);
         const bool takes = o > least || (o == least && equal > 0);
         equal -= o == least && takes;
-        to[found] = int32_t(j);
-        found += takes;
+        to[written] = int32_t(j);
+        written += takes;
       }
     }
-    std::fill(to + found, to + count, -1);
+    std::fill(to + written, to + count, -1);
   }
   // The count-th largest. equal: how many of those with its value are among the largest.
   static uint32_t threshold(const float* x, int64_t n, int64_t count, uint32_t* scratch,

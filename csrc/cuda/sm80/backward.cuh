@@ -213,8 +213,8 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     if (any) {
       ptx::copies_wait<1>("backward: what stays has landed");
       ptx::block_sync("backward: all see what stays");
-      first_left.hold();
-      second_left.hold();
+      first_left.load();
+      second_left.load();
     }
   int stage = 0;
   QuerySums<B> queries(p, workspace, b, first_head);
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     int first = B::kTiled ? next : start;
     do {
       const int last = first + B::kPassing;
-      const uint32_t found = tiles.found;
+      const uint32_t bits = tiles.bits;
       const auto load = [&](int at) { coming.load(stages + (stage ^ 1) * B::kStageBytes, at); };
       if constexpr (B::kTiled) {
         next = tiles.next(h, last, end, false);
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       const uint32_t right2 = kOneWidth ? right1 : right1 + B::Right1::kBytes;
       constexpr int kBelow = kOneWidth ? B::kPassing / 16 : 0;
       const bool whole = by_all.holds(first, last);
-      const bool read = !B::kTiled || found & ShownTiles<B>::kToRead;
+      const bool read = !B::kTiled || bits & ShownTiles<B>::kToRead;
 #pragma unroll
       for (int at = 0; at < B::kPassing; at += B::kAtOnce) {
         Strips<B::kStrips, B::kAtOnce> s = {}, dp = {};
@@ -291,8 +291,8 @@ __global__ void __launch_bounds__(B::kThreads, 1)
         if (batch.dq.data) {
           ptx::block_sync("backward: all see this ds");
           const int block = first_row / B::kStaying;
-          const bool begins = B::kTiled ? found & ShownTiles<B>::kBegins : last <= begins_to;
-          const int before = B::kTiled ? tiles.before(found, h, first) : block + 1;
+          const bool begins = B::kTiled ? bits & ShownTiles<B>::kBegins : last <= begins_to;
+          const int before = B::kTiled ? tiles.before(bits, h, first) : block + 1;
           queries.add_in_turn(ptx::shared_address(scores), ptx::shared_address(left1), first, block,
                               before, begins);
         }

@@ -36,10 +36,10 @@ struct ShownTiles {
 
   const FaParams& p;
   int b, block;
-  uint32_t ahead, found;  // the word with the next tile; the bits of the tile that was found last
+  uint32_t ahead, bits;  // the word with the next tile; the bits of the tile that was found last
 
   FA_DEVICE ShownTiles(const FaParams& p, int b, int block)
-      : p(p), b(b), block(block), ahead(0), found(kShown) {}
+      : p(p), b(b), block(block), ahead(0), bits(kShown) {}
 
   FA_DEVICE uint32_t word(int64_t h, int of_block, int at) const {
     const auto of_head = static_cast<unsigned>(blocks(p));
@@ -63,9 +63,9 @@ struct ShownTiles {
       const int in = place(at);
       if (in == 0 || anew) ahead = word(h, block, at);
       anew = false;
-      found = ahead >> kBits * in;
-      if (found & kShown) break;
-      at += (found ? 1 : kOfWord - in) * B::kPassing;
+      bits = ahead >> kBits * in;
+      if (bits & kShown) break;
+      at += (bits ? 1 : kOfWord - in) * B::kPassing;
     }
     return at;
   }

@@ -119,11 +119,11 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
 
   const Matrix q = matrix_of(p.q, b, h, p.M, p.D);
   const auto keys_of = [&](const FaTensor& own, const FaTensor& pages, int64_t columns) {
-    const Matrix found = matrix_of(own, b, hk, end, columns);
+    const Matrix rows = matrix_of(own, b, hk, end, columns);
     if constexpr (F::kPaged)
-      return KeyRows(found, batch, pages, b, begin, F::kKeys);
+      return KeyRows(rows, batch, pages, b, begin, F::kKeys);
     else
-      return found;
+      return rows;
   };
   const auto k = keys_of(p.k, batch.k, p.D), v = keys_of(p.v, batch.v, p.Dv);
   // Keys and values are loaded alternately, each to the buffer after the previous one's.

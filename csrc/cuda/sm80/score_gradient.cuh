@@ -24,7 +24,7 @@ struct Left {
 
   FA_DEVICE Left(const unsigned char* memory, int warp)
       : tile(ptx::shared_address(memory + warp * strips * 32 * Tile::kColumns)) {}
-  FA_DEVICE void hold() {
+  FA_DEVICE void load() {
     if constexpr (held)
 #pragma unroll
       for (int strip = 0; strip < strips; ++strip)

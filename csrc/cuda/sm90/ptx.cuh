@@ -61,12 +61,12 @@ FA_DEVICE uint64_t nanoseconds() {
 // As mbarrier_wait, for about so many nanoseconds at most: false if the phase has not ended then.
 FA_DEVICE bool mbarrier_wait_for(Site site, uint32_t at, uint32_t parity, uint64_t limit) {
   const auto ended = [&] {
-    FA_EMULATED_OR(return emu::mbarrier_test(site, at, parity, false);, uint32_t found;
+    FA_EMULATED_OR(return emu::mbarrier_test(site, at, parity, false);, uint32_t done;
                    asm volatile("{ .reg .pred ended;\n"
                                 "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
-                                "selp.u32 %0, 1, 0, ended; }" : "=r"(found) : "r"(at),
+                                "selp.u32 %0, 1, 0, ended; }" : "=r"(done) : "r"(at),
                                 "r"(parity) : "memory");
-                   return found != 0;)
+                   return done != 0;)
   };
   const uint64_t begin = nanoseconds();
   while (!ended())

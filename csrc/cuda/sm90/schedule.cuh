@@ -80,8 +80,8 @@ struct KeyBoxes {
       ptx::BoxAt at = {0, first_key + tile * rows + below, x.stride[1] ? head : 0,
                        x.stride[0] ? item : 0};
       if (pages) {
-        const int found = min(at.row / page, last_page);
-        at.item = static_cast<int>(most(0, least(pages[found], P - 1)));
+        const int number = min(at.row / page, last_page);
+        at.item = static_cast<int>(most(0, least(pages[number], P - 1)));
         at.row %= page;
       }
 #pragma unroll
