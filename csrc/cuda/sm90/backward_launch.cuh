@@ -1,5 +1,4 @@
-// Launches a backward pass of one head dim. A source for each instantiates this, so that they
-// compile side by side.
+// Launches a backward pass of one head dim.
 #pragma once
 #include "backward.cuh"
 #include "instances.h"

@@ -1,5 +1,4 @@
-// Launches a decode call of one instance. A source for each head dim instantiates this, so that they
-// compile side by side.
+// Launches a decode call of one instance.
 #pragma once
 #include "decode.cuh"
 #include "instances.h"

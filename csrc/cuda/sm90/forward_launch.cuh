@@ -1,5 +1,4 @@
-// Launches a forward pass of one instance. A source for each head dim instantiates this, so that
-// they compile side by side.
+// Launches a forward pass of one instance.
 #pragma once
 #include <type_traits>
 

@@ -32,8 +32,7 @@ int with_dims(const FaParams& p, Use use) {
   return use(Dims<256, 256>());
 }
 
-// Starts a forward pass. Each head dim has a source that defines its instances (forward_launch.cuh),
-// so that these compile side by side.
+// Starts a forward pass; forward_instances.cu has the instances.
 template <class Type, int kD, int kDv, bool general, bool masked>
 int start_forward(const FaParams& p, int64_t multiprocessors, void* stream);
 

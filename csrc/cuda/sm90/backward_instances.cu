@@ -1,12 +1,15 @@
-// Backward kernels for head dims up to 64.
+// The backward kernels of each head dim.
 #include "backward_launch.cuh"
 
-#if FA_CUDA_HAS_DIM(64)
 namespace fa {
 namespace sm90 {
 
+#if FA_CUDA_HAS_DIM(64)
 FA_BACKWARD(64)
+#endif
+#if FA_CUDA_HAS_DIM(128)
+FA_BACKWARD(128)
+#endif
 
 }  // namespace sm90
 }  // namespace fa
-#endif
