@@ -34,6 +34,21 @@
 #endif
 #endif
 
+// What all kernels call, the interpreter of score_mods above all, is compiled by one unit of a set.
+#if defined(FA_UNIT)
+#if defined(FA_UNIT_FORWARD) || defined(FA_UNIT_TILES_FORWARD) || \
+    (defined(FA_ONLY_BF16) && defined(FA_UNIT_FORWARD_BF16))
+#define FA_HOME
+#else
+#define FA_HOME extern
+#endif
+#if defined(FA_UNIT_FORWARD_F64)
+#define FA_HOME_F64
+#else
+#define FA_HOME_F64 extern
+#endif
+#endif
+
 #define FA_PLAN(name, ...)                                    \
   namespace fa::FA_ISA {                                      \
   Plan name(const Params& p) { return __VA_ARGS__::plan(p); } \
@@ -69,14 +84,25 @@ FA_PLAN(decode_i8_as_integers, Decode<Plain<float>, StoredInt8>)
 FA_PLAN(decode_e4m3_in_tables, Decode<Plain<float>, StoredE4m3>)
 #endif
 #endif
+// What few rows share with the others: compiled with backward.
+#define FA_SHARED_PHASES(declared)                                                       \
+  namespace fa::FA_ISA {                                                                 \
+  declared template void Backward<Plain<float>>::prepare(const Params&, int64_t, char*); \
+  declared template void Backward<Plain<float>>::sinks(const Params&, int64_t, char*);   \
+  declared template void MaskGradient<Plain<float>>::run(const Params&, int64_t, char*); \
+  }
 #if defined(FA_UNIT_BACKWARD)
 #include "backward/backward.h"
 #include "forward/weights.h"
+FA_SHARED_PHASES()
 FA_PLAN(backward_f32, Backward<Plain<float>>)
 FA_PLAN(weights_f32, Weights<Plain<float>>)
 #endif
 #if defined(FA_UNIT_FEW_GRADIENTS)
 #include "backward/paged_gradients.h"
+#if !defined(FA_UNIT_BACKWARD)
+FA_SHARED_PHASES(extern)
+#endif
 FA_PLAN(few_gradients_f32, FewGradients<Plain<float>>)
 FA_PLAN(paged_gradients_f32, PagedGradients<Plain<float>>)
 #endif
@@ -231,11 +257,13 @@ void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64
 #endif
 
 #define FA_DECLARE(name) Plan name(const Params& p);
-#define FA_DECLARE_ALL(x)                                                               \
-  FA_DECLARE(forward_##x)                                                               \
-  FA_DECLARE(weights_##x) FA_DECLARE(backward_##x) FA_DECLARE(decode_##x)               \
-      FA_DECLARE(few_gradients_##x) FA_DECLARE(paged_gradients_##x) FA_DECLARE(jvp_##x) \
-          FA_DECLARE(forward_jvp_##x) FA_DECLARE(second_##x) FA_DECLARE(second_of_others_##x)
+#define FA_DECLARE_ALL(x)                                                              \
+  FA_DECLARE(forward_##x)                                                              \
+  FA_DECLARE(weights_##x)                                                              \
+  FA_DECLARE(backward_##x)                                                             \
+  FA_DECLARE(decode_##x) FA_DECLARE(few_gradients_##x) FA_DECLARE(paged_gradients_##x) \
+      FA_DECLARE(jvp_##x) FA_DECLARE(forward_jvp_##x) FA_DECLARE(second_##x)           \
+          FA_DECLARE(second_of_others_##x)
 FA_DECLARE_ALL(f32)
 FA_DECLARE_ALL(f64)
 FA_DECLARE_ALL(bf16)

@@ -116,6 +116,16 @@ struct KeyPlane : Plane {
     }
   }
 };
+#if defined(FA_HOME)  // see unit.cpp
+#define FA_READS(home, R)                                                                          \
+  home template void KeyPlane::read_scaled(int64_t, int64_t, int64_t, int64_t, R*, int64_t) const; \
+  home template void KeyPlane::read_int4(int64_t, int64_t, int64_t, int64_t, R*, int64_t) const;   \
+  home template void KeyPlane::read_apart(int64_t, int64_t, int64_t, int64_t, R*, int64_t) const;
+FA_READS(FA_HOME, float)
+FA_READS(FA_HOME_F64, double)
+#undef FA_READS
+#endif
+
 FA_INLINE Plane plane(const FaTensor& t, int64_t b, int64_t h) {
   return {t.data, t.dtype, b * t.stride[0] + h * t.stride[1], t.stride[2], t.stride[3]};
 }

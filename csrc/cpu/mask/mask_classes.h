@@ -65,7 +65,8 @@ struct MaskClasses {
   }
 
   // The same for rows and keys without bytes, from the mask itself, read until it is known to be
-  // mixed: the corners alone show that of most.
+  // mixed: the corners alone show that of most. (This and `run` are templates for FA_HOME.)
+  template <int = 0>
   [[gnu::noinline]] static uint8_t scan(const Plane& a, int64_t i0, int64_t i1, int64_t j0,
                                         int64_t j1) {
     uint8_t all = 0;
@@ -131,6 +132,7 @@ struct MaskClasses {
   static int64_t stripes_per_task(const Params& p) {
     return std::max<int64_t>(1, (1 << 16) / (kRows * std::max<int64_t>(p.N, 1)));
   }
+  template <int = 0>
   static void run(const Params& p, int64_t task, char*) {
     const MaskClasses all = of(p);
     const int64_t n = planes(p) * all.stripes, each = stripes_per_task(p);
@@ -149,7 +151,7 @@ struct MaskClasses {
   static void add(const Params& p, Plan& plan) {
     if (!suit(p)) return;
     const int64_t n = planes(p) * of(p).stripes, each = stripes_per_task(p);
-    plan.add({(n + each - 1) / each, 0, run});
+    plan.add({(n + each - 1) / each, 0, run<0>});
   }
   static Scratch workspace_behind(const Params& p) {
     Scratch take{static_cast<char*>(p.workspace)};
@@ -157,6 +159,11 @@ struct MaskClasses {
     return take;
   }
 };
+
+#if defined(FA_HOME)  // see unit.cpp
+FA_HOME template uint8_t MaskClasses::scan<0>(const Plane&, int64_t, int64_t, int64_t, int64_t);
+FA_HOME template void MaskClasses::run<0>(const Params&, int64_t, char*);
+#endif
 
 }  // namespace FA_ISA
 }  // namespace fa

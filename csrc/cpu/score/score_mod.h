@@ -49,6 +49,69 @@ FA_INLINE Vec<double> gather(const double* table, Vec<int64_t> at) {
 }
 #endif
 
+// The operators that are an expression: of one vector, of two, and of each number alone, with the types
+// of operands and result.
+// clang-format off
+#define FA_OPERATORS(ONE, TWO, EACH) \
+  TWO(add_f, R, R, a + b) \
+  TWO(sub_f, R, R, a - b) \
+  TWO(mul_f, R, R, a * b) \
+  TWO(div_f, R, R, a / b) \
+  ONE(neg_f, R, R, -a) \
+  ONE(abs_f, R, R, absolute<R>(a)) \
+  TWO(minimum_f, R, R, ((a < b) | (a != a)) ? a : b) \
+  TWO(maximum_f, R, R, ((a > b) | (a != a)) ? a : b) \
+  ONE(sign_f, R, R, (a > V{} ? splat(R(1)) : a < V{} ? splat(R(-1)) : V{})) \
+  ONE(exp_f, R, R, exponential(a)) \
+  ONE(tanh_f, R, R, tanh<R>(a)) \
+  ONE(sigmoid_f, R, R, R(1) / (R(1) + exponential(V(-a)))) \
+  EACH(exp2_f, std::exp2(a)) \
+  EACH(log_f, std::log(a)) \
+  EACH(log2_f, std::log2(a)) \
+  EACH(sqrt_f, std::sqrt(a)) \
+  EACH(rsqrt_f, R(1) / std::sqrt(a)) \
+  EACH(sin_f, std::sin(a)) \
+  EACH(cos_f, std::cos(a)) \
+  EACH(floor_f, std::floor(a)) \
+  EACH(ceil_f, std::ceil(a)) \
+  EACH(trunc_f, std::trunc(a)) \
+  EACH(round_f, std::nearbyint(a)) \
+  EACH(erf_f, std::erf(a)) \
+  TWO(add_i, I, I, a + b) \
+  TWO(sub_i, I, I, a - b) \
+  TWO(mul_i, I, I, a * b) \
+  ONE(neg_i, I, I, -a) \
+  ONE(abs_i, I, I, a < VI{} ? -a : a) \
+  TWO(minimum_i, I, I, a < b ? a : b) \
+  TWO(maximum_i, I, I, a > b ? a : b) \
+  ONE(sign_i, I, I, VI(a < VI{}) - VI(a > VI{})) \
+  TWO(bit_and_i, I, I, a & b) \
+  TWO(bit_or_i, I, I, a | b) \
+  TWO(bit_xor_i, I, I, a ^ b) \
+  ONE(bit_not_i, I, I, ~a) \
+  TWO(and_b, I, I, a & b) \
+  TWO(or_b, I, I, a | b) \
+  TWO(xor_b, I, I, a ^ b) \
+  ONE(not_b, I, I, ~a) \
+  TWO(ge_f, R, I, a >= b) \
+  TWO(gt_f, R, I, a > b) \
+  TWO(le_f, R, I, a <= b) \
+  TWO(lt_f, R, I, a < b) \
+  TWO(eq_f, R, I, a == b) \
+  TWO(ne_f, R, I, a != b) \
+  TWO(ge_i, I, I, a >= b) \
+  TWO(gt_i, I, I, a > b) \
+  TWO(le_i, I, I, a <= b) \
+  TWO(lt_i, I, I, a < b) \
+  TWO(eq_i, I, I, a == b) \
+  TWO(ne_i, I, I, a != b) \
+  ONE(to_float_i, I, R, __builtin_convertvector(a, V)) \
+  ONE(to_float_b, I, R, __builtin_convertvector(VI(-a), V)) \
+  ONE(to_int_b, I, I, -a) \
+  ONE(to_bool_f, R, I, a != V{}) \
+  ONE(to_bool_i, I, I, a != VI{})
+// clang-format on
+
 template <class R>
 struct ScoreMod {
   using I = Int<R>;
@@ -391,6 +454,32 @@ struct ScoreMod {
     return s;
   }
 
+  // The indices of rows, or of keys, from `first` on: those after the last repeat it, so that indices
+  // stay in range.
+  static void count(const Step& s, int64_t from, int64_t first, int64_t size) {
+    I* to = reinterpret_cast<I*>(s.out);
+    for (int64_t l = 0; l < s.width; ++l) to[l] = I(from + std::min(first + l, size - 1));
+  }
+  // -inf where a mask_mod hides a key, even for NaN.
+  static void hide(const Step& s) {
+    for (int64_t l = 0; l < s.width; l += W)
+      for (int64_t r = 0; r < s.rows; ++r) {
+        R* at = s.template result<R>(r) + l;
+        const VI test = take<I>(s.in[0], r, l);
+        store(at, V(test != VI{} ? load(at) : splat(-kInf<R>)));
+      }
+  }
+  // Notes an index out of range at a pair that is seen.
+  static void check(const Call& call, const Step& s) {
+    for (int64_t r = 0; r < s.rows; ++r) {
+      const I* wrong = s.in[0].template row<I>(r);
+      const R* at = s.out + r * s.out_step;
+      for (int64_t l = 0; l < call.rows.count; ++l)
+        if (wrong[s.in[0].splat ? 0 : l] && !(at[l] == -kInf<R>))
+          __atomic_store_n(call.p.mod.outside, int64_t(1), __ATOMIC_RELAXED);
+    }
+  }
+
   // The result of one instruction, for the keys of the tile from j on.
   [[gnu::noinline]] static void execute(const Call& call, const ScoreModCode& code,
                                         const ModInstruction& x, const Step& s, int64_t j) {
@@ -405,18 +494,10 @@ struct ScoreMod {
         return fill<I>(s, splat(I(drawn(p.at_item, call.rows.b, p.items_again))));
       case ScoreModOp::h:
         return fill<I>(s, splat(I(drawn(p.at_head, call.rows.h, p.heads_again))));
-      case ScoreModOp::i: {  // lanes after the last row repeat it, so that indices stay in range
-        I* to = reinterpret_cast<I*>(s.out);
-        for (int64_t l = 0; l < s.width; ++l)
-          to[l] = I(p.at_row + std::min(call.rows.i0 + l, p.M - 1));
-        return;
-      }
-      case ScoreModOp::j: {
-        I* to = reinterpret_cast<I*>(s.out);
-        for (int64_t l = 0; l < s.width; ++l)
-          to[l] = I(p.at_key + std::min(call.keys.j0 + j + l, p.N - 1));
-        return;
-      }
+      case ScoreModOp::i:
+        return count(s, p.at_row, call.rows.i0, p.M);
+      case ScoreModOp::j:
+        return count(s, p.at_key, call.keys.j0 + j, p.N);
       case ScoreModOp::constant_f:
         return fill<R>(s, splat(number()));
       case ScoreModOp::constant_i:
@@ -432,39 +513,6 @@ struct ScoreMod {
         const I last = I(code.ints - 1);
         return one<I, I>(s, [&](VI at) { return read_at(p.mod.ints, inside(at, last)); });
       }
-#define FA_ONE(name, A, O, expression) \
-  case ScoreModOp::name:               \
-    return one<A, O>(s, [](Vec<A> a) { return expression; });
-#define FA_TWO(name, A, O, expression) \
-  case ScoreModOp::name:               \
-    return two<A, O>(s, [](Vec<A> a, Vec<A> b) { return expression; });
-#define FA_EACH(name, expression) \
-  case ScoreModOp::name:          \
-    return each<R>(s, [](R a) { return R(expression); });
-        FA_TWO(add_f, R, R, a + b)
-        FA_TWO(sub_f, R, R, a - b)
-        FA_TWO(mul_f, R, R, a * b)
-        FA_TWO(div_f, R, R, a / b)
-        FA_ONE(neg_f, R, R, -a)
-        FA_ONE(abs_f, R, R, absolute<R>(a))
-        FA_TWO(minimum_f, R, R, ((a < b) | (a != a)) ? a : b)
-        FA_TWO(maximum_f, R, R, ((a > b) | (a != a)) ? a : b)
-        FA_ONE(sign_f, R, R, (a > V{} ? splat(R(1)) : a < V{} ? splat(R(-1)) : V{}))
-        FA_ONE(exp_f, R, R, exponential(a))
-        FA_ONE(tanh_f, R, R, tanh<R>(a))
-        FA_ONE(sigmoid_f, R, R, R(1) / (R(1) + exponential(V(-a))))
-        FA_EACH(exp2_f, std::exp2(a))
-        FA_EACH(log_f, std::log(a))
-        FA_EACH(log2_f, std::log2(a))
-        FA_EACH(sqrt_f, std::sqrt(a))
-        FA_EACH(rsqrt_f, R(1) / std::sqrt(a))
-        FA_EACH(sin_f, std::sin(a))
-        FA_EACH(cos_f, std::cos(a))
-        FA_EACH(floor_f, std::floor(a))
-        FA_EACH(ceil_f, std::ceil(a))
-        FA_EACH(trunc_f, std::trunc(a))
-        FA_EACH(round_f, std::nearbyint(a))
-        FA_EACH(erf_f, std::erf(a))
       case ScoreModOp::pow_f:
         return each_two<R>(s, [](R a, R b) { return R(std::pow(a, b)); });
       case ScoreModOp::floor_div_f:
@@ -475,80 +523,46 @@ struct ScoreMod {
         return where<R>(s);
       case ScoreModOp::where_i:
         return where<I>(s);
-        FA_TWO(add_i, I, I, a + b)
-        FA_TWO(sub_i, I, I, a - b)
-        FA_TWO(mul_i, I, I, a * b)
-        FA_ONE(neg_i, I, I, -a)
-        FA_ONE(abs_i, I, I, a < VI{} ? -a : a)
-        FA_TWO(minimum_i, I, I, a < b ? a : b)
-        FA_TWO(maximum_i, I, I, a > b ? a : b)
-        FA_ONE(sign_i, I, I, VI(a < VI{}) - VI(a > VI{}))
       case ScoreModOp::floor_div_i:
         return divide(s, [](VI, VI q, VI) { return q; });
       case ScoreModOp::remainder_i:
         return divide(s, [](VI x, VI q, VI d) { return d == VI{} ? VI{} : x - q * d; });
       case ScoreModOp::shift_left_i:
-        return each_two<I>(s,
-                           [](I a, I b) { return I(a << std::clamp<I>(b, 0, 8 * sizeof(I) - 1)); });
+        return each_two<I>(s, [](I a, I b) { return I(a << bits_of_shift(b)); });
       case ScoreModOp::shift_right_i:
-        return each_two<I>(s,
-                           [](I a, I b) { return I(a >> std::clamp<I>(b, 0, 8 * sizeof(I) - 1)); });
-        FA_TWO(bit_and_i, I, I, a & b)
-        FA_TWO(bit_or_i, I, I, a | b)
-        FA_TWO(bit_xor_i, I, I, a ^ b)
-        FA_ONE(bit_not_i, I, I, ~a)
-        FA_TWO(and_b, I, I, a & b)
-        FA_TWO(or_b, I, I, a | b)
-        FA_TWO(xor_b, I, I, a ^ b)
-        FA_ONE(not_b, I, I, ~a)
-        FA_TWO(ge_f, R, I, a >= b)
-        FA_TWO(gt_f, R, I, a > b)
-        FA_TWO(le_f, R, I, a <= b)
-        FA_TWO(lt_f, R, I, a < b)
-        FA_TWO(eq_f, R, I, a == b)
-        FA_TWO(ne_f, R, I, a != b)
-        FA_TWO(ge_i, I, I, a >= b)
-        FA_TWO(gt_i, I, I, a > b)
-        FA_TWO(le_i, I, I, a <= b)
-        FA_TWO(lt_i, I, I, a < b)
-        FA_TWO(eq_i, I, I, a == b)
-        FA_TWO(ne_i, I, I, a != b)
-        FA_ONE(to_float_i, I, R, __builtin_convertvector(a, V))
-        FA_ONE(to_float_b, I, R, __builtin_convertvector(VI(-a), V))
+        return each_two<I>(s, [](I a, I b) { return I(a >> bits_of_shift(b)); });
       case ScoreModOp::to_int_f:
         return each_as_int(s);
-        FA_ONE(to_int_b, I, I, -a)
-        FA_ONE(to_bool_f, R, I, a != V{})
-        FA_ONE(to_bool_i, I, I, a != VI{})
+      case ScoreModOp::copy:
+        return one<R, R>(s, [](V a) { return a; });
+      case ScoreModOp::hide:
+        return hide(s);
+      case ScoreModOp::check:
+        return check(call, s);
+      case ScoreModOp::scatter:
+        return scatter(call, x, s, call.tiles[1] + j * call.lanes);
+#define FA_ONE(name, A, O, ...) \
+  case ScoreModOp::name:        \
+    return one<A, O>(s, [](Vec<A> a) { return __VA_ARGS__; });
+#define FA_TWO(name, A, O, ...) \
+  case ScoreModOp::name:        \
+    return two<A, O>(s, [](Vec<A> a, Vec<A> b) { return __VA_ARGS__; });
+#define FA_EACH(name, ...) \
+  case ScoreModOp::name:   \
+    return each<R>(s, [](R a) { return R(__VA_ARGS__); });
+        FA_OPERATORS(FA_ONE, FA_TWO, FA_EACH)
 #undef FA_ONE
 #undef FA_TWO
 #undef FA_EACH
-      case ScoreModOp::copy:
-        return one<R, R>(s, [](V a) { return a; });
-      case ScoreModOp::hide: {  // even a NaN
-        for (int64_t l = 0; l < s.width; l += W)
-          for (int64_t r = 0; r < s.rows; ++r) {
-            R* at = s.template result<R>(r) + l;
-            const VI test = take<I>(s.in[0], r, l);
-            store(at, V(test != VI{} ? load(at) : splat(-kInf<R>)));
-          }
-        return;
-      }
-      case ScoreModOp::check: {
-        for (int64_t r = 0; r < s.rows; ++r) {
-          const I* wrong = s.in[0].template row<I>(r);
-          const R* at = s.out + r * s.out_step;
-          for (int64_t l = 0; l < call.rows.count; ++l)
-            if (wrong[s.in[0].splat ? 0 : l] && !(at[l] == -kInf<R>))
-              __atomic_store_n(p.mod.outside, int64_t(1), __ATOMIC_RELAXED);
-        }
-        return;
-      }
-      case ScoreModOp::scatter:
-        return scatter(call, x, s, call.tiles[1] + j * call.lanes);
     }
   }
+  static FA_INLINE I bits_of_shift(I n) { return std::clamp<I>(n, 0, 8 * sizeof(I) - 1); }
 };
+
+#if defined(FA_HOME)  // see unit.cpp
+FA_HOME template void ScoreMod<float>::run(const Call&, const ModList&);
+FA_HOME_F64 template void ScoreMod<double>::run(const Call&, const ModList&);
+#endif
 
 }  // namespace FA_ISA
 }  // namespace fa
