@@ -128,6 +128,85 @@ struct Passing {
   }
 };
 
+// Which rows or keys pass a block that has those from `first_row` on: [start, end).
+template <class B>
+struct PassingRange {
+  int start, end, rows;  // from `rows` on, others see nothing here
+  Band by_all;
+  // Up to this row this block is the first to add to a tile of dq: its rows see no later keys.
+  int begins_to;
+
+  FA_DEVICE PassingRange(const Item& p, const Visible& visible, int b, int first_row) {
+    const int past = first_row + B::kStaying;
+    const int64_t last_row = least(past, B::kKeysStay ? p.N : p.M);
+    const KeyRange seen =
+        B::kKeysStay ? row_range(p, b, first_row, last_row) : key_range(p, b, first_row, last_row);
+    start = static_cast<int>(seen.lo) / B::kPassing * B::kPassing;
+    end = static_cast<int>(seen.hi);
+    rows = B::kKeysStay ? end : static_cast<int>(p.M);
+    by_all = B::kKeysStay ? visible.rows_of_all(first_row, past, rows)
+                          : visible.keys_of_all(first_row, past, rows);
+    const KeyRange later = row_range(p, b, past, p.N);
+    begins_to = later.empty() ? end + B::kPassing : static_cast<int>(later.lo);
+  }
+};
+
+// --- load: the tiles that stay
+template <class B>
+FA_DEVICE void load_staying(unsigned char* left1, unsigned char* left2, const Item& p, int b,
+                            int head, int first_row, const Matrix& k, const Matrix& v) {
+  const int64_t h = head;
+  load_tile<typename B::Left1, B::kThreads>(
+      left1, B::kKeysStay ? k : matrix_of(p.q, b, h, p.M, p.D), first_row);
+  if constexpr (!B::kGiven && B::kFirst)
+    load_tile<typename B::Left2, B::kThreads>(
+        left2, B::kKeysStay ? v : matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
+  ptx::copies_commit("backward: what stays");
+}
+
+// --- accumulate: p dp of a tile, to the sums of its rows
+template <class B>
+FA_DEVICE void add_to_deltas(float (&delta)[B::kStrips][2],
+                             const Strips<B::kStrips, B::kAtOnce>& dp) {
+#pragma unroll
+  for (int x = 0; x < B::kStrips * B::kAtOnce / 2; ++x)
+    delta[x % B::kStrips][x / B::kStrips % 4 / 2] +=
+        dp[x % B::kStrips][x / B::kStrips / 4][x / B::kStrips % 4];
+}
+
+// --- store: the sums of a block. Where it stands is computed anew: registers held it for no other use.
+template <class B>
+FA_DEVICE void store_sums(const FaParams& batch, float* workspace, const unsigned* ticket,
+                          Strips<B::kStrips, B::kFirst ? B::kD : 8>& first_sum,
+                          Strips<B::kStrips, B::kSecond ? B::kDv : 8>& second_sum,
+                          const float (&delta)[B::kStrips][2]) {
+  using Type = typename B::Type;
+  const Task<B> own(batch, B::kInTurn ? *ticket : ptx::block_anew());
+  const Item of(batch, own.b);
+  const int thread = static_cast<int>(B::kInTurn ? ptx::thread_anew() : threadIdx.x);
+  const int own_row = own.first_row + 16 * B::kStrips * (thread / 32) + thread % 32 / 4;
+  const auto store = [&](const FaTensor& to, int64_t width, auto& sum, float factor) {
+    const int64_t length = B::kKeysStay ? of.N : of.M;
+    store_gradient<Type>(to, own.b, own.head, own_row, 2 * (thread % 4), length, width, sum,
+                         factor);
+  };
+  if constexpr (B::kFirst && B::kMakesSums)
+    store(B::kKeysStay ? of.dk : of.dq, of.D, first_sum, static_cast<float>(of.scale));
+  if constexpr (B::kSecond) {
+    const bool dropout = B::kGeneral && of.dropout_p > 0;
+    store(of.dv, of.Dv, second_sum,
+          dropout ? static_cast<float>(dropout_rule(of.dropout_p).factor) : 1.0f);
+  }
+  if constexpr (B::kWhat == kDelta) {
+    const RowStates states(of, workspace, own.b, own.head);
+#pragma unroll
+    for (int x = 0; x < 2 * B::kStrips; ++x) {
+      const float sum = row_sum(delta[x / 2][x % 2]);
+      if (thread % 4 == 0) states.at(kMinusDelta, own_row + 8 * x) = -sum;
+    }
+  }
+}
+
 // The rows of all query heads that read a key head pass one after the other. A kernel that computes
 // deltas finds 0 in their place.
 template <class B>
@@ -146,21 +225,11 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   if (B::kInTurn && Turns(workspace).fall(batch)) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int row = first_row + 16 * B::kStrips * warp + lane / 4, column = 2 * (lane % 4);
-  const int past = first_row + B::kStaying;
-  const int64_t last_row = least(past, B::kKeysStay ? p.N : p.M);
 
   const FaParams all = batch;  // see forward.cuh
   const Visible visible(p, b);
-  const KeyRange seen =
-      B::kKeysStay ? row_range(p, b, first_row, last_row) : key_range(p, b, first_row, last_row);
-  const int start = static_cast<int>(seen.lo) / B::kPassing * B::kPassing;
-  const int end = static_cast<int>(seen.hi);
-  const int rows = B::kKeysStay ? end : static_cast<int>(p.M);  // others see nothing here
-  const Band by_all = B::kKeysStay ? visible.rows_of_all(first_row, past, rows)
-                                   : visible.keys_of_all(first_row, past, rows);
-  // Up to this row this block is the first to add to a tile of dq: its rows see no later keys.
-  const KeyRange later = row_range(p, b, past, p.N);
-  const int begins_to = later.empty() ? end + B::kPassing : static_cast<int>(later.lo);
+  const PassingRange<B> range(p, visible, b, first_row);
+  const int start = range.start, end = range.end, rows = range.rows;
   const int group = static_cast<int>(p.H / p.Hk);
   const int hk = B::kKeysStay ? staying_head : staying_head / group;
   const int first_head = B::kKeysStay ? hk * group : staying_head;
@@ -195,18 +264,12 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   Left<typename B::Left2, B::kStrips, B::kHolds2, kOneWidth ? B::kStaying / 16 : 0> second_left(
       kOneWidth ? left1 : left2, warp);
   if (any) {
-    const int64_t h = staying_head;
-    load_tile<typename B::Left1, B::kThreads>(
-        left1, B::kKeysStay ? k : matrix_of(p.q, b, h, p.M, p.D), first_row);
-    if constexpr (!B::kGiven && B::kFirst)
-      load_tile<typename B::Left2, B::kThreads>(
-          left2, B::kKeysStay ? v : matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
-    ptx::copies_commit("backward: what stays");
+    load_staying<B>(left1, left2, p, b, staying_head, first_row, k, v);
     coming.load(stages, next);
     if constexpr (!B::kKeysStay)
 #pragma unroll
       for (int x = 0; x < 2 * B::kStrips; ++x)
-        staying[x / 2][x % 2] = RowStates(p, workspace, b, h).at(row + 8 * x);
+        staying[x / 2][x % 2] = RowStates(p, workspace, b, staying_head).at(row + 8 * x);
   }
   ptx::copies_commit("backward: first tile");
   if constexpr (B::kHolds1)
@@ -252,7 +315,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       const uint32_t right1 = ptx::shared_address(now);
       const uint32_t right2 = kOneWidth ? right1 : right1 + B::Right1::kBytes;
       constexpr int kBelow = kOneWidth ? B::kPassing / 16 : 0;
-      const bool whole = by_all.holds(first, last);
+      const bool whole = range.by_all.holds(first, last);
       const bool read = !B::kTiled || bits & ShownTiles<B>::kToRead;
 #pragma unroll
       for (int at = 0; at < B::kPassing; at += B::kAtOnce) {
@@ -281,17 +344,13 @@ __global__ void __launch_bounds__(B::kThreads, 1)
         if constexpr (B::kSecond)
           accumulate<Type, typename B::Right2>(second_sum, weights, s, right2, kBelow + at / 16);
         if constexpr (B::kInTurn) put_scores<Tile<B::kStaying, B::kPassing>>(scores, ds, at / 16);
-        if constexpr (B::kWhat == kDelta)
-#pragma unroll
-          for (int x = 0; x < B::kStrips * B::kAtOnce / 2; ++x)
-            delta[x % B::kStrips][x / B::kStrips % 4 / 2] +=
-                dp[x % B::kStrips][x / B::kStrips / 4][x / B::kStrips % 4];
+        if constexpr (B::kWhat == kDelta) add_to_deltas<B>(delta, dp);
       }
       if constexpr (B::kInTurn)
         if (batch.dq.data) {
           ptx::block_sync("backward: all see this ds");
           const int block = first_row / B::kStaying;
-          const bool begins = B::kTiled ? bits & ShownTiles<B>::kBegins : last <= begins_to;
+          const bool begins = B::kTiled ? bits & ShownTiles<B>::kBegins : last <= range.begins_to;
           const int before = B::kTiled ? tiles.before(bits, h, first) : block + 1;
           queries.add_in_turn(ptx::shared_address(scores), ptx::shared_address(left1), first, block,
                               before, begins);
@@ -303,30 +362,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   }
   ptx::copies_wait<0>("backward: nothing is on its way");
 
-  const Task<B> own(batch, B::kInTurn ? *ticket : ptx::block_anew());
-  const Item of(batch, own.b);
-  const int thread = static_cast<int>(B::kInTurn ? ptx::thread_anew() : threadIdx.x);
-  const int own_row = own.first_row + 16 * B::kStrips * (thread / 32) + thread % 32 / 4;
-  const auto store = [&](const FaTensor& to, int64_t width, auto& sum, float factor) {
-    const int64_t length = B::kKeysStay ? of.N : of.M;
-    store_gradient<Type>(to, own.b, own.head, own_row, 2 * (thread % 4), length, width, sum,
-                         factor);
-  };
-  if constexpr (B::kFirst && B::kMakesSums)
-    store(B::kKeysStay ? of.dk : of.dq, of.D, first_sum, static_cast<float>(of.scale));
-  if constexpr (B::kSecond) {
-    const bool dropout = B::kGeneral && of.dropout_p > 0;
-    store(of.dv, of.Dv, second_sum,
-          dropout ? static_cast<float>(dropout_rule(of.dropout_p).factor) : 1.0f);
-  }
-  if constexpr (B::kWhat == kDelta) {
-    const RowStates states(of, workspace, own.b, own.head);
-#pragma unroll
-    for (int x = 0; x < 2 * B::kStrips; ++x) {
-      const float sum = row_sum(delta[x / 2][x % 2]);
-      if (thread % 4 == 0) states.at(kMinusDelta, own_row + 8 * x) = -sum;
-    }
-  }
+  store_sums<B>(batch, workspace, ticket, first_sum, second_sum, delta);
 }
 
 template <class B>
