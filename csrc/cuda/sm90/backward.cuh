@@ -104,6 +104,55 @@ FA_DEVICE void spread(float (&x)[n][4], const float* states) {
   }
 }
 
+// --- softmax: the weights of a tile without features, from its products
+template <int n>
+FA_DEVICE void exponentiate(float (&s)[n][4], const float* states, float to_log2) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    const float2 rest = states_of(states, sm80::kRest, k);
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      s[k][e] = ptx::exp2(fmaf(s[k][e], to_log2, e % 2 ? rest.y : rest.x));
+  }
+}
+
+// --- store: a tile of ds for the products of both warpgroups
+template <int n>
+FA_DEVICE void put_scores(uint32_t to, const LeftSides<n>& ds) {
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j)
+    ptx::store_matrices_transposed("backward: ds", to + j * 2048, ds[j]);
+  ptx::async_proxy_fence("backward: products see this ds");
+}
+
+// A tile of dq for the warp that adds it to the sums in memory.
+template <int n>
+FA_DEVICE void send_queries(unsigned char* sums, const float (&dq)[n][4], int mine) {
+  const int half = ptx::anew(mine);  // numbers of barriers need no registers before
+  ptx::barrier_sync("backward: the last dq is sent", kHalfFree + half, kWarpgroup + 32);
+#pragma unroll
+  for (int j = 0; j < n; ++j)
+    reinterpret_cast<float4*>(sums)[kWarpgroup * j] = {dq[j][0], dq[j][1], dq[j][2], dq[j][3]};
+  ptx::async_proxy_fence("backward: bulk copies see this dq");
+  ptx::barrier_arrive("backward: this dq is written", kHalfThere + half, kWarpgroup + 32);
+}
+
+// The sums of a block. What is computed again needs no registers before.
+template <class B>
+FA_DEVICE void store_sums(const FaParams& batch, const KeySchedule& schedule, unsigned ticket,
+                          float (&dk)[B::kD / 8][4], float (&dv)[B::kD / 8][4]) {
+  using Type = typename B::Type;
+  const KeyTask own(schedule, ticket);
+  const Item of(batch, own.b);
+  const int again = static_cast<int>(ptx::thread_anew()) - kWarpgroup;
+  const int key = own.first_key + again / 32 * 16 + again % 32 / 4, columns = 2 * (again % 4);
+  store_gradient<Type>(of.dk, own.b, own.hk, key, columns, of.N, of.D, sm80::alone(dk),
+                       static_cast<float>(of.scale));
+  const bool dropout = B::kGeneral && of.dropout_p > 0;
+  store_gradient<Type>(of.dv, own.b, own.hk, key, columns, of.N, of.Dv, sm80::alone(dv),
+                       dropout ? static_cast<float>(dropout_rule(of.dropout_p).factor) : 1.0f);
+}
+
 // All that a thread does.
 template <class B>
 FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
@@ -219,13 +268,7 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
       consumer.ask_scores(dp, memory.values(), memory.dout(passed.stage()));
       ptx::products_wait<1>("backward: scores are there");
       ptx::fence_operand(s);
-#pragma unroll
-      for (int k = 0; k < kFours; ++k) {
-        const float2 rest = states_of(states, sm80::kRest, k);
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          s[k][e] = ptx::exp2(fmaf(s[k][e], to_log2, e % 2 ? rest.y : rest.x));
-      }
+      exponentiate(s, states, to_log2);
       if (decltype(hides)::value)
         hide_rows(s, seen, tile * B::kRows + column, tile >= tiles.whole_end);
       pack_weights<Type>(weights, s);
@@ -235,12 +278,8 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
       each_of(dp, [&](int k, int e) { dp[k][e] *= s[k][e]; });
     }
     pack_weights<Type>(ds, dp);
-    const uint32_t to = scores + passed.stage() * B::kScoreBytes;
     // The last tile's ds is at another place: the other warpgroup may not have read it.
-#pragma unroll
-    for (int j = 0; j < kFours / 2; ++j)
-      ptx::store_matrices_transposed("backward: ds", to + j * 2048, ds[j]);
-    ptx::async_proxy_fence("backward: products see this ds");
+    put_scores<kFours>(scores + passed.stage() * B::kScoreBytes, ds);
     ptx::barrier_sync("backward: both have written ds", kScoresThere, B::kConsumers);
     float dq[B::kQueryRows / 8][4];
     consumer.ask_queries(dq, passed.stage());
@@ -250,14 +289,7 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
     ptx::fence_operand(dv);
     if (consumer.leads())
       ptx::mbarrier_arrive("backward: dout is read", memory.dout_free(passed.stage()));
-    const int half = ptx::anew(mine);  // numbers of barriers need no registers before
-    ptx::barrier_sync("backward: the last dq is sent", kHalfFree + half, kWarpgroup + 32);
-#pragma unroll
-    for (int j = 0; j < B::kQueryRows / 8; ++j)
-      reinterpret_cast<float4*>(query_sums)[kWarpgroup * j] = {dq[j][0], dq[j][1], dq[j][2],
-                                                               dq[j][3]};
-    ptx::async_proxy_fence("backward: bulk copies see this dq");
-    ptx::barrier_arrive("backward: this dq is written", kHalfThere + half, kWarpgroup + 32);
+    send_queries(query_sums, dq, mine);
     ptx::products_wait<0>("backward: dk is there");
     ptx::fence_operand(dk);
     if (consumer.leads())
@@ -287,16 +319,7 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
     }
   }
 
-  // What is computed again needs no registers before.
-  const KeyTask own(schedule, *memory.ticket());
-  const Item of(batch, own.b);
-  const int again = static_cast<int>(ptx::thread_anew()) - kWarpgroup;
-  const int key = own.first_key + again / 32 * 16 + again % 32 / 4, columns = 2 * (again % 4);
-  store_gradient<Type>(of.dk, own.b, own.hk, key, columns, of.N, of.D, sm80::alone(dk),
-                       static_cast<float>(of.scale));
-  const bool dropout = B::kGeneral && of.dropout_p > 0;
-  store_gradient<Type>(of.dv, own.b, own.hk, key, columns, of.N, of.Dv, sm80::alone(dv),
-                       dropout ? static_cast<float>(dropout_rule(of.dropout_p).factor) : 1.0f);
+  store_sums<B>(batch, schedule, *memory.ticket(), dk, dv);
 }
 
 template <class B>
