@@ -732,6 +732,7 @@ def _options(
     return Options(*fields, **lies), Options(*fields, grad=True, **lies)
 
 
+# The checks of scalars take longer than all else of `prepare`; the bound is that of plans.
 # typed=True: a call with True must not get the cached result for 1, which is equal to it.
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Sequence
@@ -268,7 +267,6 @@ def explain_choice(reasons: dict[str, list[str]]) -> str:
     return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
 
 
-@functools.lru_cache(maxsize=4096)
 def choose(spec: AttentionSpec, requested: str = "", device: torch.device | None = None) -> Backend:
     """The first backend that can run `spec` on a device (None: any device of the type that it
     names); if `requested` is given, only that backend.

@@ -55,11 +55,9 @@ def emulated(monkeypatch):
     monkeypatch.setitem(base._BACKENDS, "emulated", OnTheCpu(8))
     for module in (gpu, test_gpu_calls):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-    for forget in (base.choose.cache_clear, operation.forget_plans):
-        forget()
+    operation.forget_plans()
     yield
-    for forget in (base.choose.cache_clear, operation.forget_plans):
-        forget()
+    operation.forget_plans()
 
 
 def of_backends(test):

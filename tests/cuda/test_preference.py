@@ -58,14 +58,11 @@ def two_gpus(monkeypatch):
         (__main__, "RULES", [RULE]),
     ):
         monkeypatch.setattr(where, name, value)
-    base.choose.cache_clear()
     yield
-    base.choose.cache_clear()
     kernel_classes.decline(b"")
 
 
 def chosen(spec, device=HOPPER):
-    base.choose.cache_clear()
     return base.choose(spec, "", device).name
 
 

@@ -174,7 +174,6 @@ def test_tf32_only_when_torch_allows_it(name, monkeypatch):
 def falls_back(monkeypatch, tensors, reason):
     """Only the first call warns, with the reason; results are the reference's."""
     monkeypatch.setattr(base, "_warned", set())
-    base.choose.cache_clear()
     fastattn.dispatch.operation.forget_plans()
     with pytest.warns(UserWarning, match=SLOW) as caught:
         out = fastattn.attention(*tensors)

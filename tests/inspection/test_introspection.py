@@ -56,9 +56,7 @@ class Declining:
 @pytest.fixture
 def declining(monkeypatch):
     monkeypatch.setattr(base, "_BACKENDS", {"declining": Declining(), **base._BACKENDS})
-    base.choose.cache_clear()
     yield
-    base.choose.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +66,6 @@ def nothing_remembered(monkeypatch):
 
     monkeypatch.setattr(operation, "_plans", {})
     monkeypatch.setattr(base, "_warned", set())
-    base.choose.cache_clear()
 
 
 # ---------------------------------------------------------------------------------- the report

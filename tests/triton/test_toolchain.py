@@ -95,12 +95,9 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(gpu, "unavailable", lambda: None)
     monkeypatch.setattr(cuda.Cuda, "unavailable", lambda self: None)
     monkeypatch.setattr(runtime, "version", lambda: runtime.OLDEST)
-    forget = runtime.unavailable.cache_clear, base.choose.cache_clear
-    for each in forget:
-        each()
+    runtime.unavailable.cache_clear()
     yield monkeypatch
-    for each in forget:
-        each()
+    runtime.unavailable.cache_clear()
 
 
 @pytest.mark.skipif(launch_cache.interpreted(), reason="the interpreter compiles nothing")
@@ -112,7 +109,6 @@ def test_the_next_backend_runs_and_explain_has_the_reason(on_a_gpu):
     assert base.choose(described()).name == "cuda"
     on_a_gpu.setattr(toolchain, "unavailable", lambda: "")
     runtime.unavailable.cache_clear()
-    base.choose.cache_clear()
     assert base.choose(described()).name == "triton"
 
 
