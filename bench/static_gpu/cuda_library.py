@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
-EMULATOR = SOURCES.parent / "tests" / "gpu_emulation" / "emu"
 BUILD = SOURCES.parent / "build" / "cuda"
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 SETTINGS = ("FASTATTN_CUDA", "CUDAARCHS")  # environment variables that callers set explicitly

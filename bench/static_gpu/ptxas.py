@@ -12,7 +12,6 @@ for sm_90a. These are faults:
     a warning of ptxas that it serialises products of warpgroups, each then waits for the last
     a kernel of sm90/ without sm90 in its name: sources of sm80/ may have the same one, for other
     chips, and the library would launch one of the two
-    more shared memory than a block may have: on sm_86 and sm_89 for code of sm_80, which they run
     in a main loop of sm90/: other waits for products than those of WAITS, an exponential that no
     product runs under, or more barriers than BARRIERS
 
@@ -30,7 +29,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +40,6 @@ HERE = Path(__file__).resolve().parent
 BUDGET = HERE / "ptxas_budget.json"
 # By folder of csrc/cuda, what its sources are compiled for.
 OF_FOLDER = {"sm80": ("sm_80", "sm_90"), "sm90": ("sm_90a",)}
-SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 99 << 10, "sm_90a": 227 << 10}
 PRODUCTS = {"sm_80": "HMMA", "sm_90": "HMMA", "sm_90a": "HGMMA"}
 PROBE = "probe"  # a source with kernels that are no passes
 NO_CLASS = "its name has no sm90"
@@ -58,24 +55,21 @@ BARRIERS = {"forward_kernel": 2, "backward_kernel": 3}
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel: registers per thread, most bytes of shared memory at a launch (all of it
-    dynamic), bytes spilled in stores and loads, the number of matrix instructions, what it may not
-    have: C7510 and its neighbours, ptxas's warnings that these are serialised; NO_CLASS. `loops`
-    are counts of its main loops, the shortest first."""
+    """One compiled kernel: registers per thread, bytes spilled in stores and loads, the number of
+    matrix instructions, what it may not have: C7510 and its neighbours, ptxas's warnings that these
+    are serialised; NO_CLASS. `loops` are counts of its main loops, the shortest first."""
 
     arch: str
     name: str
     registers: int
-    shared: int
     spilled: int
     products: int
     warnings: tuple[str, ...] = ()
     loops: tuple[sass.Counts, ...] = ()
 
     def __str__(self) -> str:
-        memory = f"{self.shared:5d} bytes shared  {self.spilled:4d} bytes spilled"
         products = f"{self.products:4d} {PRODUCTS[self.arch]}"
-        counts = f"{self.registers:3d} registers  {memory}  {products}"
+        counts = f"{self.registers:3d} registers  {self.spilled:4d} bytes spilled  {products}"
         return "  ".join((self.arch, counts, self.name, *map(str, self.loops[:1]), *self.warnings))
 
     @property
@@ -109,32 +103,7 @@ def version() -> str:
     return f"nvcc {found[1] if found else 'unknown'}"
 
 
-def shared_memory(of_sm90: Iterable[str] = ()) -> dict[str, int]:
-    """Bytes per block of each kernel, by its template argument with the namespace, as in
-    sm80::Forward<...>, or by its name. of_sm90: such arguments of kernels of csrc/cuda/sm90."""
-    emulator = cuda_library.EMULATOR
-    flags = ["-std=c++17", "-DFA_EMULATED", "-Wno-unknown-pragmas", f"-I{emulator}"]
-    flags += [f"-I{cuda_library.SOURCES}", "-include", str(emulator / "emu.h")]
-    with tempfile.TemporaryDirectory() as folder:
-        program, instances = Path(folder) / "shared_memory", Path(folder) / "instances.inc"
-        instances.write_text("".join(f"tell<{x}>();\n" for x in of_sm90))
-        compiler = os.environ.get("CXX", "c++").split()
-        source = str(HERE / "shared_memory.cpp")
-        command = [*compiler, *flags, f"-I{folder}", source, "-o", str(program)]
-        subprocess.run(command, check=True)
-        sizes = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    names = subprocess.run(["c++filt", "-t"], input=sizes, capture_output=True, text=True).stdout
-    lines = (line.split(maxsplit=1) for line in names.splitlines())
-    return {qualified(name): int(size) for size, name in lines}
-
-
-def qualified(name: str) -> str:
-    """`plain`, but with the namespace of the class of kernels."""
-    found = re.match(r"(?:fa::)?(sm\d+::)", name)
-    return (found[1] if found else "") + plain(name)
-
-
-def read_one(made: Path, arch: str, folder: str, shared: dict[str, int]) -> list[Kernel]:
+def read_one(made: Path, arch: str, folder: str) -> list[Kernel]:
     """The kernels of one object for one architecture. folder: that of its source."""
     codes, said = disassembled(made, arch), cuda_library.ptxas_output(made)
     compiled = re.findall(
@@ -147,13 +116,10 @@ def read_one(made: Path, arch: str, folder: str, shared: dict[str, int]) -> list
     found = []
     for mangled, stores, loads, used in compiled:
         name, code = readable(mangled), codes[mangled]
-        kind, _, instance = name.partition("<")
-        found_by = (f"{folder}::{kind}", kind, f"{folder}::{instance[:-1].rstrip()}")
-        size = next(shared[x] for x in found_by if x in shared)
         products = sum(x.base == PRODUCTS[arch] for x in code.instructions)
         stray = (NO_CLASS,) * (folder == "sm90" and folder not in mangled)
         warnings = (*serialised.get(mangled, ()), *stray)
-        counts = int(used), size, int(stores) + int(loads), products
+        counts = int(used), int(stores) + int(loads), products
         found.append(Kernel(arch, name, *counts, warnings, tuple(code.counts())))
     return found
 
@@ -166,17 +132,6 @@ def disassembled(made: Path, arch: str) -> dict[str, sass.Code]:
         for cubin in Path(folder).glob(f"*.{arch}.cubin"):
             found |= sass.read(nvidia_tool("nvdisasm", "-c", str(cubin)))
     return found
-
-
-def instances(made: Iterable[Path]) -> list[str]:
-    """The template arguments of the kernels of csrc/cuda/sm90 in these objects, in full."""
-    mangled = "\n".join(x for path in made for x in entries(cuda_library.ptxas_output(path)))
-    names = subprocess.run(["c++filt"], input=mangled, capture_output=True, text=True).stdout
-    return sorted(set(re.findall(r"^void fa::sm90::\w+<(fa::sm90::.*>) >\(", names, re.M)))
-
-
-def entries(said: str) -> list[str]:
-    return re.findall(r"Compiling entry function '(\S+)'", said)
 
 
 def serialisations(said: str) -> dict[str, tuple[str, ...]]:
@@ -204,12 +159,11 @@ def compile_all(folder: str, jobs: int | None = None) -> list[Kernel]:
     sources = cuda_library.objects().items()
     objects = [y for x, y in sources if x.parent.name == folder and x.stem != PROBE]
     cuda_library.build(jobs, objects)
-    shared = shared_memory(instances(objects))
     kernels = [
         kernel
         for made in objects
         for arch in OF_FOLDER[folder]
-        for kernel in read_one(made, arch, folder, shared)
+        for kernel in read_one(made, arch, folder)
     ]
     return sorted(kernels, key=lambda k: (k.arch, k.name))
 
@@ -231,7 +185,6 @@ def faults(kernels: list[Kernel], budget: dict[str, dict[str, int]]) -> list[str
     for kernel in kernels:
         recorded = budget.get(kernel.template, {}).get(kernel.constants, 0)
         allowed = 0 if may_not_spill(kernel) else recorded
-        limit = SHARED_LIMIT[kernel.arch]
         rules = [
             (kernel.spilled <= allowed, f"expected at most {allowed} bytes spilled"),
             (
@@ -239,7 +192,6 @@ def faults(kernels: list[Kernel], budget: dict[str, dict[str, int]]) -> list[str
                 f"expected {PRODUCTS[kernel.arch]}",
             ),
             (not kernel.warnings, "expected no such warning"),
-            (kernel.shared <= limit, f"expected at most {limit} bytes shared"),
         ]
         texts = [text for ok, text in rules if not ok] + order_faults(kernel)
         found += [f"{kernel}: {text}" for text in texts]

@@ -5,6 +5,8 @@
 
 namespace fa {
 
+constexpr int kLeastShared = 99 << 10;  // bytes that a block may have on sm_86 and sm_89
+
 // Rows of kColumns elements, a multiple of 32. Chunks of 16 bytes are swizzled, so that the eight
 // rows that ldmatrix reads at one chunk are in eight different groups of banks.
 template <int rows, int columns>

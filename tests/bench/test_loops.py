@@ -70,7 +70,7 @@ def test_exponentials_count_as_overlapped_between_the_waits_for_products():
     assert "waits 1,0  2/4 overlapped" in str(found)
 
 
-KERNEL = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 64, 64, false> >", 9, 9, 0, 9)
+KERNEL = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 64, 64, false> >", 9, 0, 9)
 
 
 @pytest.fixture

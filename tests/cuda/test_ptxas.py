@@ -7,7 +7,7 @@ import pytest
 from bench.static_gpu import budgets, cuda_library, ptxas, sass
 from tests.gpu_emulation.ptx.ours import needs_nvcc
 
-FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 81920, 0, 96)
+FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 0, 96)
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_the_kernels_spill_no_more_than_allowed(folder, capsys):
         pytest.skip(str(missing))
 
 
-HOPPER = dataclasses.replace(FITS, arch="sm_90a", registers=240, shared=200 * 1024)
+HOPPER = dataclasses.replace(FITS, arch="sm_90a", registers=240)
 ORDER = sass.Counts(600, 0, 16, 90, 90, 2, (1, 0))
 
 
@@ -66,8 +66,6 @@ def test_the_budget_is_what_was_accepted(program, tmp_path, capsys):
         ({"spilled": 4, "name": FITS.name.replace("false", "true")}, 4, False),
         ({"products": 0}, {}, True),
         ({"products": 0, "name": "delta_kernel<BF16>"}, {}, False),
-        ({"shared": 99 * 1024}, {}, False),
-        ({"shared": 99 * 1024 + 16}, {}, True),
     ],
 )
 def test_faults_of_a_kernel_are_found(changed, budget, wrong):
@@ -84,8 +82,6 @@ def test_faults_of_a_kernel_are_found(changed, budget, wrong):
         ({"spilled": 4, "name": FITS.name.replace("false", "true")}, 4, ""),
         ({"spilled": 8, "name": FITS.name.replace("false", "true")}, 4, "at most 4 bytes spilled"),
         ({"products": 0}, {}, "expected HGMMA"),
-        ({"shared": 227 * 1024}, {}, ""),
-        ({"shared": 227 * 1024 + 16}, {}, "at most 232448 bytes shared"),
         ({"warnings": ("C7510",)}, {}, "C7510: expected no such warning"),
         ({"warnings": (ptxas.NO_CLASS,)}, {}, "its name has no sm90: expected no such warning"),
     ],
@@ -129,13 +125,6 @@ ptxas info    : (C7601) another warning about 'one'
 
 def test_serialised_products_are_those_of_their_kernel():
     assert ptxas.serialisations(SAID) == {"two": ("C7510", "C7512", "C7517")}
-
-
-def test_kernels_of_both_folders_have_their_own_shared_memory():
-    name = "fa::{}::Forward<fa::ptx::BF16, 64, 64, false>"
-    for folder in ptxas.OF_FOLDER:
-        assert ptxas.qualified(name.format(folder)) == f"{folder}::Forward<BF16, 64, 64, false>"
-    assert ptxas.qualified("delta_kernel") == "delta_kernel"
 
 
 @pytest.mark.parametrize(

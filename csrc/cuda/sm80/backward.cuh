@@ -371,6 +371,7 @@ int start_gradient(const FaParams& p, float* workspace, void* stream) {
   const int64_t blocks = (length + B::kStaying - 1) / B::kStaying * heads * p.B;
   if constexpr (B::kTiled)
     if (const int failed = start_shown_tiles<B>(p, workspace, stream)) return failed;
+  static_assert(B::kSharedBytes <= kLeastShared, "a block has no room on sm_86 and sm_89");
   return launch_blocks("backward_kernel", backward_kernel<B>, blocks, B::kThreads, B::kSharedBytes,
                        stream, p, workspace);
 }

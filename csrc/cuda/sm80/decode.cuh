@@ -34,6 +34,7 @@ struct Decode {
   static constexpr int kStages = 3, kStageBytes = KTile::kBytes + VTile::kBytes;
   static constexpr int kLastBytes = QTile::kBytes > kStageBytes ? QTile::kBytes : kStageBytes;
   static constexpr int kSharedBytes = (kStages - 1) * kStageBytes + kLastBytes;
+  static_assert(kSharedBytes <= kLeastShared, "a block has no room on sm_86 and sm_89");
   // The warps' results take the place of the stages, and fit as well: see Parts.
   static constexpr int kPartWidth = kDv + 8;  // spreads rows over the banks
   static_assert(kKeyWarps * kRows * (kPartWidth + 2) * 4 <= kSharedBytes, "no room for the parts");

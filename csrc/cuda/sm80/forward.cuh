@@ -30,6 +30,7 @@ struct Forward {
   static constexpr int kBuffers = 3;
   static constexpr int kBufferBytes = KTile::kBytes > VTile::kBytes ? KTile::kBytes : VTile::kBytes;
   static constexpr int kSharedBytes = QTile::kBytes + kBuffers * kBufferBytes;
+  static_assert(kSharedBytes <= kLeastShared, "a block has no room on sm_86 and sm_89");
   static constexpr bool kPaged = false, kTiled = false;
   static constexpr MaskTiling kTiling = {kRows, kKeys};
 };

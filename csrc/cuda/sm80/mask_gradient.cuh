@@ -177,6 +177,7 @@ int start_mask_gradient(const FaParams& p, float* workspace, void* stream) {
   const int64_t blocks = extent(p, 0, p.B).parts * extent(p, 1, p.H).parts *
                          extent(p, 2, tiles_of_rows<B>(p)).parts *
                          extent(p, 3, tiles_of_keys<B>(p)).parts;
+  static_assert(B::kSharedBytes <= kLeastShared, "a block has no room on sm_86 and sm_89");
   return launch_blocks("mask_gradient_kernel", mask_gradient_kernel<B>, blocks, B::kThreads,
                        B::kSharedBytes, stream, p, workspace);
 }

@@ -20,6 +20,7 @@ struct Weights {
   using QTile = Tile<kRows, kD>;
   using KTile = Tile<kKeys, kD>;
   static constexpr int kStageBytes = QTile::kBytes + KTile::kBytes;
+  static_assert(2 * kStageBytes <= kLeastShared, "a block has no room on sm_86 and sm_89");
 
   // The grid: key tiles within row tiles within planes (heads, unless averaged) within items.
   static FA_SHARED int64_t planes(const FaParams& p) { return p.average_heads ? 1 : p.H; }
