@@ -11,8 +11,10 @@ import torch.distributed as dist
 import fastattn
 from fastattn import distributed
 from fastattn.distributed import layout as layouts
-from tests.support.argument_shapes import shapes_of
-from tests.support.cases import DTYPES, FEATURE, FEATURES, Dims, build
+from tests.features import factors
+from tests.features.calls import dense
+from tests.features.covering import array
+from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
 
@@ -31,8 +33,6 @@ OF_ROWS = ("out", "lse", "dq")
 # All the features that one call can combine.
 EVERYTHING = ("causal", "left_window", "lengths", "alibi", "softcap", "bias_grad", "sinks")
 EVERYTHING += ("dropout", "gqa", "wide_values", "lse_loss")
-# `place` gives the position in a whole call; here the ranks determine that.
-ALONE = [x.name for x in FEATURES if x.group != "place"]
 DIMS = Dims(2, 12, 12, 63, 63, 17, 17)  # the number of heads is a multiple of 2, 3 and 4
 
 
@@ -94,34 +94,31 @@ def over(four, count, names, dtype, strategy, layout="contiguous", dims=DIMS, **
     return problem, together(problem, found, layout)
 
 
-BY_FEATURE = (
-    ("gather", 2, "contiguous"),
-    ("gather", 3, "zigzag"),
-    ("ring", 3, "contiguous"),
-    ("ring", 4, "zigzag"),
-    ("ulysses", 3, "zigzag"),
-    ("ulysses", 4, "contiguous"),
-    ("usp", MESH, "zigzag"),
-)
+ROWS = array(factors.RANKS, factors.forbidden)
 
 
-def divides(strategy, count, feature, dims=DIMS):
-    dividing = {"ulysses": count, "usp": MESH[1]}.get(strategy, 1)
-    return FEATURE[feature].dims(dims).H % dividing == 0
+def of_row(row):
+    plain = {name: levels[0] for name, levels in factors.DENSE.items()}
+    return dense(plain | row).pieces[0].problem
 
 
-@parametrize(
-    "feature, strategy, count, layout",
-    [(x, *way) for x in ALONE for way in BY_FEATURE if divides(*way[:2], x)],
-    ids=str,
-    fast=40,
-)
-def test_features(four, feature, strategy, count, layout):
-    problem, found = over(four, count, (feature,), "float32", strategy, layout)
-    assert not Verdict(problem).about(found)
+def run_row(group, row):
+    strategy, layout = row["strategy"][0], row["cut"]
+    attention = functools.partial(
+        distributed.attention, group=group, strategy=strategy, layout=layout
+    )
+    return mine(group, of_row(row), layout).run(attention)
 
 
-@pytest.mark.slow
+@parametrize("row", ROWS, fast=40)
+def test_rows(four, row):
+    """Every pair of arguments, properties and strategies."""
+    found = four.results(row["strategy"][1], run_row, row)
+    problem = of_row(row)
+    complaints = Verdict(problem).about(together(problem, found, row["cut"]))
+    assert not complaints, f"{factors.changed(row, factors.RANKS)}: {complaints}"
+
+
 @parametrize("layout", layouts.LAYOUTS, fast=1)
 @every_strategy
 @parametrize("dtype", DTYPES, fast=1)
@@ -213,47 +210,6 @@ def test_a_ring_rounds_once(four):
     for found in four.run(2, means):
         for x in found:
             assert torch.equal(x, torch.full_like(x, 1 + 2.0**-7))
-
-
-# -- every shape of a mask -------------------------------------------------------------------------
-
-MASKED = Dims(3, 4, 4, 5, 6, 8, 7)
-MASKS = shapes_of("mask", dict(B=3, H=4, M=5, N=6))
-
-
-def masked(shape):
-    problem = problem_of(("lse_loss",), "float64", MASKED)
-    mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return replace(
-        problem, kwargs=problem.kwargs | {"mask": mask}, needs_grad=(*problem.needs_grad, "mask")
-    )
-
-
-def run_masked(group, strategy, layout):
-    attention = functools.partial(
-        distributed.attention, group=group, strategy=strategy, layout=layout
-    )
-    return [mine(group, masked(shape), layout).run(attention) for shape in MASKS]
-
-
-MASKED_WAYS = (
-    ("gather", 2, "zigzag"),
-    ("ring", 3, "contiguous"),
-    ("ulysses", 2, "contiguous"),
-    ("usp", MESH, "zigzag"),
-)
-
-
-@pytest.mark.parametrize("strategy, count, layout", MASKED_WAYS, ids=str)
-def test_every_shape_of_a_mask(four, strategy, count, layout):
-    found = four.results(count, run_masked, strategy, layout)
-    for shape, *each in zip(MASKS, *found, strict=True):
-        problem = masked(shape)
-        right = problem.run(fastattn.attention)
-        for name, x in together(problem, each, layout).items():
-            torch.testing.assert_close(
-                x, right[name], rtol=1e-11, atol=1e-12, msg=f"{shape} {name}"
-            )
 
 
 # -- masks with one row on a rank ------------------------------------------------------------------

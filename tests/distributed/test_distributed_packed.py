@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fastattn
 from fastattn import distributed
-from tests.distributed.test_distributed import ALONE, MESH, OF_ROWS, divides
+from tests.distributed.test_distributed import MESH, OF_ROWS
 from tests.semantics import test_packed
 from tests.support.argument_shapes import shapes_of
 from tests.support.cases import DTYPES, FEATURE, FEATURES, Dims
@@ -21,8 +21,15 @@ PACKED = ("", "bottom_right left_window lengths alibi_batch softcap sinks dropou
 PACKED += ("causal bias_grad sinks wide_values gqa", "head_bias_grad window dropout lse_loss")
 SEQUENCES = ((5, 7), (0, 3), (1, 1), (37, 51), (3, 0), (16, 64), (1, 40), (65, 69), (33, 20))
 PART = ((5, 7), (0, 3), (1, 1), (18, 21), (3, 0), (17, 16))
+# `place` gives the position in a whole call; here the ranks determine that.
+ALONE = [x.name for x in FEATURES if x.group != "place"]
 PACKED_DIMS = Dims(1, 2, 2, 1, 1, 8, 8)  # the heads of test_packed's batches
 UNPACKED = [x.name for x in FEATURES if x.group in ("queries", "layout", "dout")]
+
+
+def divides(strategy, count, feature, dims):
+    dividing = {"ulysses": count, "usp": MESH[1]}.get(strategy, 1)
+    return FEATURE[feature].dims(dims).H % dividing == 0
 
 
 def packed_of(names, dtype, sizes):

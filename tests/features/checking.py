@@ -64,7 +64,7 @@ def report(form, row, way):
     if not found:
         return None
     row = smallest(form, row, way)
-    given = [f"{name}={level}" for name, level in factors.changed(form, row).items()]
+    given = [f"{name}={level}" for name, level in factors.changed(row, factors.FORMS[form]).items()]
     again = shlex.join(["python", "-m", "tests.features", form, way, *given])
     reduced = complaints(form, row, way)[:3]
     return "\n".join([*found[:3], "The smallest call that fails:", *reduced, again])

@@ -113,6 +113,31 @@ CACHE = {
     "causal": ("bottom_right", "no", "top_left", "aligned"),
     "row_invariant": (False, True),
 }
+# A call over ranks. Each rank has a part with a place of its own: tests/distributed.
+RANKS = (
+    {
+        name: levels
+        for name, levels in DENSE.items()
+        if name not in ("place", "qv", "mod", "grad", "way", "row_invariant", "dout_layout")
+    }
+    | {
+        "M": (63, 1, 5, 130),
+        "N": (63, 1, 9, 130),
+        "D": (16, 3, 33),
+        "Dv": (16, 5, 33),
+        "B": (2, 1),
+        "heads": ((12, 12), (12, 4), (12, 1)),
+        "causal": ("no", "top_left", "bottom_right"),
+        "small_dtype": ("wide",),
+        "mask": tuple(x for x in SCORES["mask"] if x != "float32"),  # each rank rounds its gradient
+        **{f"{name}_layout": LAYOUTS[:-1] for name in "qkv"},
+        "strategy": (
+            *(("gather", 2), ("gather", 3), ("ring", 3), ("ring", 4)),
+            *(("ulysses", 3), ("ulysses", 4), ("usp", (2, 2))),
+        ),
+        "cut": ("contiguous", "zigzag"),
+    }
+)
 FORMS = {"dense": DENSE, "packed": PACKED, "paged": PAGED, "selected": SELECTED, "cache": CACHE}
 SHORT = ("M", "N", "B", "D", "Dv", "dtype", "heads", "q_layout", "k_layout", "v_layout", "causal")
 SHORT += ("scale", "values", "way", "dout_layout", "small_layout", "small_dtype", "mask_shape")
@@ -134,6 +159,8 @@ def forbidden(f, a, g, b):
     """Does level a of factor f exclude level b of factor g?"""
     if (f, a) == ("way", "short"):
         return b != "no" if g == "grad" else g not in SHORT and b not in ("no", False)
+    if (f, g) == ("strategy", "heads"):  # ranks divide key heads
+        return a[0] in ("ulysses", "usp") and b[1] % (2 if a[0] == "usp" else a[1]) > 0
     if f == "qv" and a in ("adjacent", "overlapping"):  # k and v are views of one tensor
         shared = (g, b) in (("grad", "all"), ("grad", "kv")) or (g == "lengths" and b != "no")
         return shared or (g in ("k_layout", "v_layout") and b != "contiguous")
@@ -205,6 +232,6 @@ def allowed(row):
     return not any(forbidden(f, a, g, b) for f, a in row.items() for g, b in row.items() if f != g)
 
 
-def changed(form, row):
+def changed(row, factors):
     """The levels of a row that are not the defaults."""
-    return {name: row[name] for name, levels in FORMS[form].items() if row[name] != levels[0]}
+    return {name: row[name] for name, levels in factors.items() if row[name] != levels[0]}

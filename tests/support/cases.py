@@ -1,4 +1,4 @@
-"""The cases every backend is tested on: each feature of the call, and each pair of features.
+"""Calls of a few features, for tests of one property; pairs of everything are in tests/features.
 
 A `Feature` changes the sizes, the arguments or the memory layout of a call. Features of one
 group exclude each other (a call has one mask); any two of different groups make a pair. `build`
@@ -178,15 +178,6 @@ PLAIN = ()
 SINGLES = tuple((feature,) for feature in FEATURES)
 PAIRS = tuple(p for p in itertools.combinations(FEATURES, 2) if p[0].group != p[1].group)
 FEATURE = {feature.name: feature for feature in FEATURES}
-# Combinations of three features on which kernels branch: with one query, heads that share a key
-# head are processed together unless a feature of the scores makes them differ.
-SCORING = ("causal", "window", "lengths", "alibi", "softcap", "mask", "sinks", "dropout", "scale")
-TRIPLES = tuple(
-    (feature, FEATURE["one_query"], FEATURE[heads])
-    for feature in FEATURES
-    if feature.group in SCORING
-    for heads in ("gqa", "mqa")
-)
 
 
 def name_of(features):
