@@ -137,7 +137,7 @@ def _needed(found: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | No
     return [x if need else None for x, need in zip(found, needed)]
 
 
-def _constant(tensors: Grads, needed: Sequence[bool]) -> list[Tensor | None]:
+def _constant(tensors: Sequence[Any], needed: Sequence[bool]) -> list[Tensor | None]:
     """The gradients of tensors that are constants here: None, but zeros for compiled autograd: it
     adds all gradients that it gets, and cannot add None."""
     zeros = _is_traced()

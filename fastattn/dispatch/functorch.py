@@ -62,7 +62,8 @@ class _Pass(Function):
         return tuple(of(ctx.call, kept[: ctx.count], kept[ctx.count :], moves[1:]))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, call: PassCall, *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        call, *tensors = args
         return batched(run, call, info.batch_size, in_dims[1:], tensors)
 
 
@@ -158,7 +159,7 @@ class DifferentiatedTwice(Function):
 def run(
     which: Pass,
     op: Operation,
-    t: Sequence[Tensor | None],
+    t: Sequence[Any],
     o: Options,
     groups: Sequence[Group] = (),
     needs_grad: Sequence[str] = (),

@@ -141,7 +141,7 @@ def _split(
     return groups, Tensors(*t), Options(*o), needs_grad
 
 
-def _untuple(outs: tuple):
+def _untuple(outs: Sequence[Any]) -> Any:
     return outs if len(outs) > 1 else outs[0]
 
 

@@ -47,8 +47,9 @@ def run(
     o: Options,
     groups: Sequence[Group] = (),
     needs_grad: Sequence[str] = (),
-) -> Sequence[Tensor]:
-    """The results of a pass. groups, needs_grad: as in `operation.Pass`."""
+) -> Any:
+    """The results of a pass, a tuple of forward, a list of the others. groups, needs_grad: as in
+    `operation.Pass`."""
     kind_of_tensors = None
     if not (_is_traced() or dispatch_mode_active()) and _in_memory(groups):
         kind_of_tensors = kind(t)
@@ -65,7 +66,7 @@ def directly(
     o: Options,
     groups: Sequence[Group] = (),
     needs_grad: Sequence[str] = (),
-) -> Sequence[Tensor]:
+) -> Any:
     """The same on plain memory, by its plan."""
     if not (_records_thread() or _profiler._is_profiler_enabled):  # `recording`, without a call
         return which.run(op, planned, t, o, groups, needs_grad)
