@@ -49,7 +49,7 @@ def library(name):
     try:
         return optional_deps.library(name)
     except ModuleNotFoundError as missing:
-        pytest.skip(f"{name} is not installed (`make test-all` installs it): {missing}")
+        pytest.skip(f"{name} is not installed (`make test` installs it): {missing}")
 
 
 def results(model, call):

@@ -226,14 +226,14 @@ echo '{"dir_info": {"editable": true}, "url": "file://%s"}'
     [
         ("bench", "", "native", "bench"),
         ("test", "", "native,amx_model", "dev"),
-        ("test-rest", "", "all", "dev"),
+        ("test-slow", "", "all", "dev"),
         ("bench", "bench", None, None),
         ("bench", "dev", None, None),
         ("test", "bench", "native,amx_model", "dev"),
         ("lint", "all", None, None),
-        ("test-all", "dev", "all", "dev"),
+        ("test-slow", "dev", "all", "dev"),
         ("bench FASTATTN_ISAS=avx2", "dev", "avx2", "bench"),
-        ("test-rest FASTATTN_ISAS=avx2", "dev-isas-avx2", None, None),
+        ("test-slow FASTATTN_ISAS=avx2", "dev-isas-avx2", None, None),
     ],
 )
 def test_a_target_sets_up_what_is_missing(goal, there, sets, packages, tmp_path):

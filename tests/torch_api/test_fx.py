@@ -347,7 +347,7 @@ def test_features_of_torchvision():
     try:
         optional_deps.library("torchvision")
     except ModuleNotFoundError as missing:
-        pytest.skip(f"torchvision is not installed (`make test-all` installs it): {missing}")
+        pytest.skip(f"torchvision is not installed (`make test` installs it): {missing}")
     extraction = importlib.import_module("torchvision.models.feature_extraction")
     models = importlib.import_module("torchvision.models")
     sizes = dict(image_size=32, patch_size=16, num_layers=2, num_heads=2)
