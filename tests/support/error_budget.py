@@ -110,12 +110,17 @@ def magnitudes(problem, out, backward=True, far=None):
     if not backward:
         return {"all": sizes, "delta": {}}
 
+    def sink_shares():  # 1 - sum(p) would be 0 where they are small
+        attention = far.hold(fastattn.reference.attention) if far else fastattn.reference.attention
+        _, lse = attention(exact.q, exact.k, exact.v, **kwargs, return_lse=True)
+        return torch.exp(kwargs["sinks"].view(-1, 1) - lse).nan_to_num(0)[..., None]
+
     def through_scores(ds, sink_row):
         found = {"dq": scale * (ds @ all_heads(k)), "dk": scale * key_heads(ds.mT @ q)}
         if "mask" in problem.needs_grad:
             found["dmask"] = ds.sum_to_size(problem.kwargs["mask"].shape)
         if "sinks" in problem.needs_grad:
-            found["dsinks"] = ((1 - p.sum(-1, keepdim=True)).clamp(min=0) * sink_row).sum((0, 2, 3))
+            found["dsinks"] = (sink_shares() * sink_row).sum((0, 2, 3))
         return {x: y for x, y in found.items() if x[1:] in problem.needs_grad}
 
     dout = exact.dout.abs()
