@@ -130,7 +130,6 @@ RANKS = (
         "causal": ("no", "top_left", "bottom_right"),
         "small_dtype": ("wide",),
         "mask": tuple(x for x in SCORES["mask"] if x != "float32"),  # each rank rounds its gradient
-        **{f"{name}_layout": LAYOUTS[:-1] for name in "qkv"},
         "strategy": (
             *(("gather", 2), ("gather", 3), ("ring", 3), ("ring", 4)),
             *(("ulysses", 3), ("ulysses", 4), ("usp", (2, 2))),
