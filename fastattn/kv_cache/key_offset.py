@@ -93,9 +93,11 @@ def _removed(q: Tensor, offset: Tensor, scale: float | None) -> Tensor:
 def _restoring(removed: Tensor, given: dict[str, Any]) -> Any:
     """The call's score_mod, of the whole score."""
     mod, first, place = given.get("score_mod"), given["cu_q"], given.get("place") or EVERYTHING
+    last = removed.shape[0] - 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        score = score + removed[first[b - place.item] + i, h - place.head]
+        row = (first[b - place.item] + i).clamp(max=last)  # of padding: any
+        score = score + removed[row, h - place.head]
         return score if mod is None else mod(score, b, h, i, j)
 
     return score_mod

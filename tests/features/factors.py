@@ -114,29 +114,26 @@ CACHE = {
     "row_invariant": (False, True),
 }
 # A call over ranks. Each rank has a part with a place of its own: tests/distributed.
-RANKS = (
-    {
-        name: levels
-        for name, levels in DENSE.items()
-        if name not in ("place", "qv", "mod", "grad", "way", "row_invariant", "dout_layout")
-    }
-    | {
-        "M": (63, 1, 5, 130),
-        "N": (63, 1, 9, 130),
-        "D": (16, 3, 33),
-        "Dv": (16, 5, 33),
-        "B": (2, 1),
-        "heads": ((12, 12), (12, 4), (12, 1)),
-        "causal": ("no", "top_left", "bottom_right"),
-        "small_dtype": ("wide",),
-        "mask": tuple(x for x in SCORES["mask"] if x != "float32"),  # each rank rounds its gradient
-        "strategy": (
-            *(("gather", 2), ("gather", 3), ("ring", 3), ("ring", 4)),
-            *(("ulysses", 3), ("ulysses", 4), ("usp", (2, 2))),
-        ),
-        "cut": ("contiguous", "zigzag"),
-    }
-)
+RANKS = {
+    name: levels
+    for name, levels in DENSE.items()
+    if name not in ("place", "qv", "mod", "grad", "way", "row_invariant", "dout_layout")
+} | {
+    "M": (63, 1, 5, 130),
+    "N": (63, 1, 9, 130),
+    "D": (16, 3, 33),
+    "Dv": (16, 5, 33),
+    "B": (2, 1),
+    "heads": ((12, 12), (12, 4), (12, 1)),
+    "causal": ("no", "top_left", "bottom_right"),
+    "small_dtype": ("wide",),
+    "mask": tuple(x for x in SCORES["mask"] if x != "float32"),  # each rank rounds its gradient
+    "strategy": (
+        *(("gather", 2), ("gather", 3), ("ring", 3), ("ring", 4)),
+        *(("ulysses", 3), ("ulysses", 4), ("usp", (2, 2))),
+    ),
+    "cut": ("contiguous", "zigzag"),
+}
 FORMS = {"dense": DENSE, "packed": PACKED, "paged": PAGED, "selected": SELECTED, "cache": CACHE}
 SHORT = ("M", "N", "B", "D", "Dv", "dtype", "heads", "q_layout", "k_layout", "v_layout", "causal")
 SHORT += ("scale", "values", "way", "dout_layout", "small_layout", "small_dtype", "mask_shape")
