@@ -68,9 +68,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _measuring(of: dict[str, argparse.ArgumentParser]) -> None:
-    sweep, race, models, engines, memory = map(
-        of.get, ("sweep", "race", "models", "engines", "memory")
-    )
+    names = "sweep", "race", "models", "engines", "memory"
+    sweep, race, models, engines, memory = (of[name] for name in names)
     size = sweep.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="under two minutes; the default")
     size.add_argument("--full", action="store_true", help="every length and head dim")

@@ -33,9 +33,9 @@ def races(dtypes: Sequence[str], scale: float) -> Iterator[Race]:
         fastattn.convert(ours)
         x = torch.randn(1, n, EMBED, dtype=DTYPES[dtype])
         for name, (train, padded, weights, aim) in MODES.items():
-            calls = (call(module, x, train, padded, weights) for module in (ours, theirs))
+            made, torchs = (call(module, x, train, padded, weights) for module in (ours, theirs))
             what = f"torch's nn.MultiheadAttention over ours, N = {n}, {name}"
-            yield Race(what, dtype, TRAINING if train else FORWARD, *calls, aim=aim)
+            yield Race(what, dtype, TRAINING if train else FORWARD, made, torchs, aim=aim)
 
 
 def call(

@@ -144,7 +144,8 @@ def attention_selected(
         given = q, k, v, indices
         return torch.overrides.handle_torch_function(attention_selected, given, *given, **own)
     refuse_unknown("attention_selected", arguments, ScoreArguments)
-    sinks = arguments.pop("sinks", None)
+    others: Any = arguments
+    sinks = others.pop("sinks", None)
     _check(q, k, v, indices, block, key_lengths, sinks)
     table, lengths = key_lists(indices, key_lengths, k.shape[2], block, alignment(causal))
     call = _Fold(*q.shape[:3], indices.shape[1], k.shape[1])
@@ -161,7 +162,7 @@ def attention_selected(
         sinks=sinks if one_group else None,
         backend=backend,
         return_lse=True,
-        **arguments,
+        **others,
     )
     out, lse = call.heads(rows), call.heads(lse[..., None])[..., 0]
     if sinks is not None and not one_group:
