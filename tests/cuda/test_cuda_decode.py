@@ -117,7 +117,7 @@ def test_hidden_keys_do_not_change_results(emulated, features, M):
     run_all([negative_logits(build(dims, features, torch.bfloat16))])
 
 
-@pytest.mark.parametrize("d", [24, 72])
+@parametrize("d", [24, 72], fast=1)  # wide kernels take a minute to build
 @pytest.mark.parametrize("N", [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 383, 384, 385])
 def test_lengths_around_tiles(emulated, N, d):
     run_all([build(Dims(1, 1, 1, 1, N, d, d), (), torch.float16)])

@@ -15,6 +15,7 @@ from tests.semantics.test_storage import NAMES, same
 from tests.support.backends import DECLARED, INTERPRETED, passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of
 from tests.support.error_budget import Verdict
+from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("one_thread")]
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs Triton's interpreter")
@@ -47,21 +48,21 @@ def complaints(dims, features, dtype, latent=False):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DECLARED)
-@pytest.mark.parametrize("features", [PLAIN, *FORWARD], ids=name_of)
+@parametrize("dtype", DECLARED, fast=1)
+@parametrize("features", [PLAIN, *FORWARD], ids=name_of, fast=6)
 def test_features(features, dtype):
     passed(complaints(LATENT, features, dtype))
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DECLARED)
+@parametrize("dtype", DECLARED, fast=1)
 @pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
 def test_sizes(dims, dtype):
     passed(complaints(dims, (FEATURE["causal"],), dtype) + complaints(dims, PLAIN, dtype))
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DECLARED)
+@parametrize("dtype", DECLARED, fast=1)
 @pytest.mark.parametrize("dims", [LATENT, SIZES["192 and 128"], SIZES["few rows"]], ids=str)
 def test_values_that_are_the_first_columns_of_keys(dims, dtype):
     """They are read once: the bits are those of values elsewhere."""
@@ -78,8 +79,8 @@ def test_values_that_are_the_first_columns_of_keys(dims, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DECLARED)
-@pytest.mark.parametrize("page", [16, 64])
+@parametrize("dtype", DECLARED, fast=1)
+@parametrize("page", [16, 64], fast=1)
 def test_packed_and_in_pages(page, dtype):
     features = FEATURE["gqa"], FEATURE["bottom_right"]
     for sizes in (((33, 70), (5, 37)), ((1, 130), (2, 64))):
@@ -96,6 +97,7 @@ def test_packed_and_in_pages(page, dtype):
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", NAMES)
 def test_in_eight_bits(storage):
     made = batch((FEATURE["mqa"],), torch.bfloat16, ((1, 130), (3, 64), (33, 70)), 576)
