@@ -106,7 +106,9 @@ def _dtype(kind: str, floats: torch.dtype) -> torch.dtype:
 
 def _constant(value: Value, floats: torch.dtype, device: torch.device) -> Tensor:
     assert value.number is not None
-    return torch.full((), value.number, dtype=_dtype(value.kind, floats), device=device)
+    # TorchScript fills nothing with a bool.
+    number = int(value.number) if value.kind == "bool" else value.number
+    return torch.full((), number, dtype=_dtype(value.kind, floats), device=device)
 
 
 def _load(tensor: Tensor, number: int, index: list[Tensor], seen: Tensor | None) -> Tensor:
@@ -114,7 +116,7 @@ def _load(tensor: Tensor, number: int, index: list[Tensor], seen: Tensor | None)
     for at, (x, size) in enumerate(zip(index, tensor.shape)):
         _check(x, size, seen, f"captured tensor {number} of shape {tuple(tensor.shape)}", at)
         x = torch.where(x < 0, x + size, x)
-        inside.append(x.clamp(0, torch.sym_max(size - 1, 0)))
+        inside.append(x.clamp(min=0).clamp(max=size - 1))  # of a trace, a size is a tensor
     if any(known(n == 0) for n in tensor.shape):  # nothing to read: no pair is seen
         shape = torch.broadcast_shapes(*(x.shape for x in inside))
         return tensor.new_zeros(shape)

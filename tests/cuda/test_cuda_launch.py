@@ -25,7 +25,7 @@ SHAPES = {
     "decoding": Dims(2, 4, 2, 5, 300, 64, 64),
     "wide": Dims(1, 2, 1, 40, 40, 256, 256),  # more shared memory than the default limit
 }
-every_shape = pytest.mark.parametrize("shape", SHAPES)
+every_shape = parametrize("shape", SHAPES, fast=2)  # wide kernels take a minute to build
 INVALID_VALUE, INVALID_CONFIGURATION, INVALID_DEVICE = 1, 9, 101
 CODES = {
     INVALID_VALUE: "invalid argument",
@@ -180,7 +180,7 @@ def test_errors_of_the_runtime_are_raised(device, streams_device, says):
             fastattn.attention(problem.q, problem.k, problem.v)
 
 
-@pytest.mark.parametrize("shape, asked", [("square", False), ("wide", True)])
+@parametrize("shape, asked", [("square", False), ("wide", True)], fast=1)
 @pytest.mark.parametrize("device", [0, 1])
 def test_shared_memory_over_48_kilobytes_is_requested(shape, asked, device):
     """A block has 48 KB by default; a larger limit applies to one device only."""

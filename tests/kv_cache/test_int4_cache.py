@@ -231,7 +231,7 @@ WRONG = {
     "latent: got 40, expected a multiple of 32": lambda c: KVCache(
         1, 2, 64, latent=40, capacity=4, storage="int4"
     ),
-    "storage: got int5, expected None for torch.float32, or one of .*int4": lambda c: KVCache(
+    "storage: got 'int5', expected None for torch.float32, .*int4": lambda c: KVCache(
         1, 2, 64, capacity=4, storage="int5"
     ),
     "storage: got torch.uint8, expected None": lambda c: KVCache(

@@ -25,7 +25,12 @@ from tests.semantics.test_paged import in_pages
 from tests.support.backends import passed
 from tests.support.cases import FEATURE, build, square
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, ours.needs_nvcc]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    needs_emulator,
+    ours.needs_nvcc,
+    pytest.mark.slow,  # nvcc compiles each kernel
+]
 
 
 @pytest.fixture

@@ -140,6 +140,7 @@ def test_hidden_keys_do_not_change_results(name):
     run_all([negative_logits(build(dims, features, torch.bfloat16))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sm_count", [ONE, MANY])
 @pytest.mark.parametrize("d", [64, 128])
 def test_nan_behind_a_length_is_not_read(d, sm_count):
@@ -170,6 +171,7 @@ def test_packed(names, sm_count):
     passed(list(complaints(made, found)))
 
 
+@pytest.mark.slow
 @parametrize("page", [8, 16, 24, 64, 128, 256], fast=2)
 def test_pages(page):
     made = batch((), torch.bfloat16, SIZES)
