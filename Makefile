@@ -1,14 +1,15 @@
 # make bench     verify fused attention, then time it against torch: on the GPU when torch sees one,
 #                else on the CPU. FULL=1: the long sweep. SAVE=1: write bench/results/<device>.json
 # make test      the fast tests: on this machine, then Triton's kernels in its interpreter
-# make test-slow the slow ones, but for those of GPU kernels, which test-cuda and test-ptx run
+# make test-slow the slow ones, but for triples of arguments and GPU kernels, which have commands:
+# make test-triples   calls with every triple of arguments and properties, on every instruction set
 # make mutants   plant 100 faults, drawn by rules and a seed, and report which of them `make test` does
 #                not detect: hours. ARGS="--count 10 --seed 1 --only csrc/cpu/mask", ARGS=--list
 # make test-torch   test a wheel with several versions of torch, each in an environment of its own:
 #                VERSIONS="2.8 2.10", PYTHONS="python3.10 python3.13", SAVE=1 writes the table
 # make test-transformers   the tests of models with several versions of transformers, each in an
 #                environment beside: VERSIONS=5.24, else all supported; SAVE=1 writes the table
-# make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
+# make test-gpu  run only the tests marked gpu;  make test-interpreter  all of the interpreter's
 # make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
 #                needs nvcc, and builds them whether there is a GPU or not
 # make test-ptx  run only the tests of compiled GPU kernels, all of them: nvcc's and Triton's PTX, on the
@@ -86,16 +87,23 @@ WORKERS ?= 2
 XDIST = $$($(PYTHON) -c 'import importlib.util as u; \
 	print("-n$(WORKERS) --dist=worksteal" * bool(u.find_spec("xdist")))')
 PYTEST = $(PYTHON) -m pytest $(XDIST) --durations=20
-INTERPRET = TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and $(if $(filter test-slow,$@),,not) slow"
+INTERPRET = TRITON_INTERPRET=1 $(PYTEST) -m
 
-# The mark `slow` says which tests are not fast: tests/README.md.
-ON_GPU_CODE := tests/cuda tests/gpu_emulation tests/triton/test_aot.py
+# The mark `slow` says which tests are not fast: tests/README.md. Those of some folders have commands.
+OWN_COMMAND := tests/features tests/cuda tests/gpu_emulation tests/triton/test_aot.py
 test test-slow: setup $(if $(VENV),$(VISION))
-	@$(PYTEST) $(if $(filter test-slow,$@),-m slow $(ON_GPU_CODE:%=--ignore=%)) $(ARGS)
-	@$(INTERPRET) $(ARGS) || [ $$? -eq 5 ]
+test:
+	@$(PYTEST) $(ARGS)
+	@$(INTERPRET) "interpreter and not slow" $(ARGS) || [ $$? -eq 5 ]
+
+test-slow:
+	@$(PYTEST) -m slow $(OWN_COMMAND:%=--ignore=%) $(ARGS)
+
+test-triples: setup
+	@$(PYTEST) -m slow tests/features $(ARGS)
 
 test-interpreter: setup
-	@$(INTERPRET) $(ARGS) || [ $$? -eq 5 ]
+	@$(INTERPRET) interpreter $(ARGS) || [ $$? -eq 5 ]
 
 VERSIONED = --workers $(WORKERS) $(if $(call on,SAVE),--save) $(ARGS)
 test-torch: setup
@@ -209,7 +217,7 @@ export FASTATTN_CUDA ?=
 # What a target needs: `bench` few packages and this machine's best instruction sets, the others the
 # packages of development, those of EVERY_SET every set. What a later level has set up serves an
 # earlier one.
-EVERY_SET := test-slow fuzz instructions
+EVERY_SET := test-slow test-triples fuzz instructions
 level := $(if $(filter-out bench,$(MAKECMDGOALS)),dev,bench)
 ifeq ($(FASTATTN_ISAS),)
 level := $(if $(filter $(EVERY_SET),$(MAKECMDGOALS)),all,$(level))
