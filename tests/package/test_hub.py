@@ -70,7 +70,7 @@ for copy in (cpu, triton):
     with FakeTensorMode():
         assert copy.attention(*(torch.empty(1, 2, 20, 16) for _ in range(3))).shape == q.shape
     assert f"{copy.__name__}::attention" in {x.name for x in profile.events()}
-assert importlib.import_module(f"{cpu.__name__}.cache").KVCache is cpu.KVCache
+assert importlib.import_module(f"{cpu.__name__}.kv_cache.cache").KVCache is cpu.KVCache
 assert "fastattn" not in sys.modules
 
 import fastattn
