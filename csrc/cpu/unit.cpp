@@ -256,29 +256,33 @@ void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64
 
 #endif
 
-#define FA_DECLARE(name) Plan name(const Params& p);
-#define FA_DECLARE_ALL(x)                                                           \
-  FA_DECLARE(forward_##x)                                                           \
-  FA_DECLARE(weights_##x)                                                           \
-  FA_DECLARE(backward_##x)                                                          \
-  FA_DECLARE(decode_##x)                                                            \
-  FA_DECLARE(few_gradients_##x) FA_DECLARE(paged_gradients_##x) FA_DECLARE(jvp_##x) \
-      FA_DECLARE(forward_jvp_##x) FA_DECLARE(second_##x) FA_DECLARE(second_of_others_##x)
-FA_DECLARE_ALL(f32)
-FA_DECLARE_ALL(f64)
-FA_DECLARE_ALL(bf16)
-FA_DECLARE_ALL(quads)
-FA_DECLARE_ALL(1)
-FA_DECLARE_ALL(2)
-FA_DECLARE_ALL(3)
-FA_DECLARE(decode_stored_f16)
-FA_DECLARE(decode_stored_bf16)
-FA_DECLARE(decode_i8)
-FA_DECLARE(decode_e4m3)
-FA_DECLARE(decode_e5m2)
-FA_DECLARE(decode_i4)
-FA_DECLARE(decode_i8_as_integers)
-FA_DECLARE(decode_e4m3_in_tables)
+#define FA_DECLARE(name) Plan name(const Params& p)
+#define FA_DECLARE_ALL(x)          \
+  FA_DECLARE(forward_##x);         \
+  FA_DECLARE(weights_##x);         \
+  FA_DECLARE(backward_##x);        \
+  FA_DECLARE(decode_##x);          \
+  FA_DECLARE(few_gradients_##x);   \
+  FA_DECLARE(paged_gradients_##x); \
+  FA_DECLARE(jvp_##x);             \
+  FA_DECLARE(forward_jvp_##x);     \
+  FA_DECLARE(second_##x);          \
+  FA_DECLARE(second_of_others_##x)
+FA_DECLARE_ALL(f32);
+FA_DECLARE_ALL(f64);
+FA_DECLARE_ALL(bf16);
+FA_DECLARE_ALL(quads);
+FA_DECLARE_ALL(1);
+FA_DECLARE_ALL(2);
+FA_DECLARE_ALL(3);
+FA_DECLARE(decode_stored_f16);
+FA_DECLARE(decode_stored_bf16);
+FA_DECLARE(decode_i8);
+FA_DECLARE(decode_e4m3);
+FA_DECLARE(decode_e5m2);
+FA_DECLARE(decode_i4);
+FA_DECLARE(decode_i8_as_integers);
+FA_DECLARE(decode_e4m3_in_tables);
 
 #define FA_ARITHMETIC(x, ...)                                                           \
   Arithmetic {                                                                          \
