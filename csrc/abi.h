@@ -264,13 +264,6 @@ FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thr
 // For measurements: the sum of n numbers, read as 1, 2 or 4 streams of addresses on one thread,
 // without those at the end that do not fill a line of each stream.
 FA_EXPORT float fa_cpu_read_sum(const float* x, int64_t n, int64_t streams);
-// For measurements. tasks[phase] = the number of tasks that each of at most FA_PHASES phases has on
-// params.threads threads. With room for their times, runs them in order on this thread, and writes
-// the CPU seconds of the first `room` of them. The sequences of a packed
-// batch are one run, of any number. FaStatus.
-enum { FA_PHASES = 10 };
-FA_EXPORT int64_t fa_cpu_task_times(const struct FaCall* call, int64_t pass, int64_t* tasks,
-                                    double* seconds, int64_t room);
 
 // The CUDA library. No function waits for the GPU, and all may be captured in a CUDA graph once a
 // call outside it has loaded the kernels. Key lengths are clamped to [0, N]; gradients with null

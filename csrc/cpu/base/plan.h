@@ -28,7 +28,7 @@ struct Phase {
   void (*run)(const Params& p, int64_t task, char* scratch);
 };
 
-constexpr int kPhases = FA_PHASES;
+constexpr int kPhases = 10;
 
 struct Plan {
   Phase phases[kPhases];

@@ -177,30 +177,6 @@ int64_t fa_cpu_run(const FaCall* call, int64_t pass, int64_t brief) {
   }
 }
 
-int64_t fa_cpu_task_times(const FaCall* call, int64_t pass, int64_t* tasks, double* seconds,
-                          int64_t room) {
-  if (const int64_t status = fa::bad_extent(*call, pass)) return status;
-  fa::Params p{call->params, call->mod};
-  if (const int64_t status = fa::bad_values(p)) return status;
-  int64_t outside = 0, index = 0;
-  p.mod.outside = &outside;
-  const auto run = [&](const fa::Calls& calls, int at) {
-    tasks[at] = calls.tasks(at);
-    if (room == 0) return true;
-    const auto timed = [&](int64_t task, char* scratch) {
-      const double start = fa::thread_seconds();
-      calls.run(at, task, scratch);
-      if (index < room) seconds[index++] = fa::thread_seconds() - start;
-    };
-    return fa::run_tasks(calls.tasks(at), calls.scratch(at), 1, nullptr, timed);
-  };
-  try {
-    return fa::run_pass(p, pass, run);
-  } catch (const std::bad_alloc&) {
-    return FA_NO_MEMORY;
-  }
-}
-
 int64_t fa_cpu_index(const FaIndexer* p) {
   fa::HostedRun run(false);
   const fa::IndexerTasks tasks = fa::indexer_tasks(*p);
