@@ -24,7 +24,7 @@ sys.meta_path[:] = [x for x in sys.meta_path if type(x).__name__ != "ScikitBuild
 PYTEST = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
 # The tests of a folder, where its name is another one.
 TESTED_IN = dict(dispatch="torch_api", dropin="torch_api", flash_attn="integrations", amx="cpu")
-TESTED_IN |= dict(kernels="triton", triton_support="triton", score="score_mods")
+TESTED_IN |= dict(kernels="triton", score="score_mods")
 # Tests that build or copy the installed package, which the copy is not.
 OF_INSTALLED = ["broken_library", "types", "wheel", "wheel_processors"]
 MEMORY = 12 << 30  # a fault may ask for any amount
