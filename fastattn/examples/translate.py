@@ -91,13 +91,13 @@ def build() -> nn.Transformer:
     )
 
 
-def train(model: nn.Transformer, chance: random.Random, opaque_to_dynamo: set[int]) -> list[float]:
+def train(model: nn.Transformer, chance: random.Random, unseen: set[int]) -> list[float]:
     """Train; return the loss of every step, in nats a token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, STEPS, pct_start=0.1)
     losses = []
     for _ in progress(range(STEPS), "training"):
-        numbers = [n for n in draw(chance, BATCH) if n not in opaque_to_dynamo]
+        numbers = [n for n in draw(chance, BATCH) if n not in unseen]
         src, tgt = sources(numbers), targets(numbers)
         logits = model(src, tgt[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tgt[:, 1:].flatten(), ignore_index=PAD)
@@ -134,30 +134,28 @@ def attention_of(model: nn.Transformer, number: int) -> Tensor:
     return weights[f"decoder.layers.{last}.cross_attn"].mean(1)[0]
 
 
-def prove(model: nn.Transformer, opaque_to_dynamo: list[int], claims: Claims) -> None:
-    written = translate(model, opaque_to_dynamo)
-    right = sum(found == str(n) for found, n in zip(written, opaque_to_dynamo)) / len(
-        opaque_to_dynamo
-    )
+def prove(model: nn.Transformer, unseen: list[int], claims: Claims) -> None:
+    written = translate(model, unseen)
+    right = sum(found == str(n) for found, n in zip(written, unseen)) / len(unseen)
     claims.prove(
-        f"exact match on {len(opaque_to_dynamo)} numbers never seen: {right:.2%} (> 99%)",
+        f"exact match on {len(unseen)} numbers never seen: {right:.2%} (> 99%)",
         right > 0.99,
     )
 
     start = time.perf_counter()
-    cached = translate(model, opaque_to_dynamo[:500])
+    cached = translate(model, unseen[:500])
     middle = time.perf_counter()
-    anew = translate_anew(model, opaque_to_dynamo[:500])
+    anew = translate_anew(model, unseen[:500])
     ratio = (time.perf_counter() - middle) / (middle - start)
     claims.prove(
         f"with keys and values cached, 500 outputs are the same, {ratio:.1f} times as fast",
         cached == anew,
     )
-    alone = [translate(model, [n])[0] for n in opaque_to_dynamo[:100]]
+    alone = [translate(model, [n])[0] for n in unseen[:100]]
     claims.prove("100 of them, each alone, come out as in a padded batch", alone == written[:100])
 
     theirs: Any = nn.to_torch(model)
-    src = sources(opaque_to_dynamo[:100])
+    src = sources(unseen[:100])
     x = model.positions(model.src_embedding(src) * model.embed_dim**0.5)
     with torch.no_grad():
         memory, torchs = model.encode(src), theirs.encoder(x, src_key_padding_mask=src == PAD)
@@ -198,16 +196,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(parser("translate", __doc__ or ""), arguments)
     torch.manual_seed(0)
     chance = random.Random(0)
-    opaque_to_dynamo = chance.sample(range(1000, LARGEST + 1), UNSEEN)
+    unseen = chance.sample(range(1000, LARGEST + 1), UNSEEN)
     model = build()
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {STEPS} steps of {BATCH} numbers from 0 to {LARGEST:,}")
-    losses = train(model, chance, set(opaque_to_dynamo))
+    losses = train(model, chance, set(unseen))
     model.eval()
     print(f"loss {losses[0]:.2f} at first, {sum(losses[-20:]) / 20:.4f} at last")
     print_attention(attention_of(model, SHOWN), SHOWN)
     claims = Claims()
-    prove(model, opaque_to_dynamo, claims)
+    prove(model, unseen, claims)
     if options.plot is not None:
         save(picture(model, losses), options.plot)
     return claims.status()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from .registry import FUNCTIONS, known_as, pair, with_first
@@ -77,29 +78,14 @@ def div(t: Trace, input: Any, other: Any, *, rounding_mode: Any = None) -> Symbo
     return t.emit("div", *pair(t, "div", input, other, "float"))
 
 
-@known_as("rtruediv", "rdiv")
-def rdiv(t: Trace, input: Any, other: Any) -> Symbol:
-    return div(t, other, input)
-
-
 @known_as("floordiv", "ifloordiv", "floor_divide")
 def floor_divide(t: Trace, input: Any, other: Any) -> Symbol:
     return t.emit("floor_div", *pair(t, "floor_divide", input, other, "int"))
 
 
-@known_as("rfloordiv")
-def rfloordiv(t: Trace, input: Any, other: Any) -> Symbol:
-    return floor_divide(t, other, input)
-
-
 @known_as("mod", "imod", "remainder")
 def remainder(t: Trace, input: Any, other: Any) -> Symbol:
     return t.emit("remainder", *pair(t, "remainder", input, other, "int"))
-
-
-@known_as("rmod")
-def rmod(t: Trace, input: Any, other: Any) -> Symbol:
-    return remainder(t, other, input)
 
 
 def _truncated(t: Trace, input: Any, other: Any) -> Symbol:
@@ -139,9 +125,17 @@ def pow(t: Trace, input: Any, exponent: Any) -> Symbol:
     )
 
 
-@known_as("rpow")
-def rpow(t: Trace, input: Any, other: Any) -> Symbol:
-    return pow(t, other, input)
+def _reversed(f: Callable, t: Trace, input: Any, other: Any) -> Symbol:
+    return f(t, other, input)
+
+
+for _f, _names in (
+    (div, ("rtruediv", "rdiv")),
+    (floor_divide, ("rfloordiv",)),
+    (remainder, ("rmod",)),
+    (pow, ("rpow",)),
+):
+    known_as(*_names)(with_first(_reversed, _f))
 
 
 @known_as("square")

@@ -53,58 +53,12 @@ def call(t: Trace, name: str, args: tuple, kwargs: dict) -> object:
     return result
 
 
-IN_PLACE = frozenset(
-    (
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-    )
-)
-OPERATORS = (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "pow",
-    "rpow",
-    "and",
-    "rand",
-    "or",
-    "ror",
-    "xor",
-    "rxor",
-    "lshift",
-    "rlshift",
-    "rshift",
-    "rrshift",
-    "ge",
-    "gt",
-    "le",
-    "lt",
-    "eq",
-    "ne",
-    "neg",
-    "pos",
-    "abs",
-    "invert",
-)
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+ARITHMETIC += ("and", "or", "xor", "lshift", "rshift")
+IN_PLACE = frozenset(f"i{name}" for name in ARITHMETIC)
+COMPARISONS = ("ge", "gt", "le", "lt", "eq", "ne")
+OPERATORS = (*ARITHMETIC, *(f"r{name}" for name in ARITHMETIC), *COMPARISONS)
+OPERATORS += ("neg", "pos", "abs", "invert")
 
 
 def _operator(name: str) -> Callable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -161,54 +162,8 @@ class Symbol:
             "min(), max()): use torch.where(condition, x, y), & | ~, torch.minimum, torch.maximum",
         )
 
-    def _number(self, name: str) -> NoReturn:
-        raise refused(
-            TypeError,
-            f"{name} needs the value of an index or a score, which is not known when a score_mod "
-            "or mask_mod is traced: use torch's operators on it, such as torch.floor or .to(dtype)",
-        )
-
-    def __int__(self) -> int:
-        return self._number("int()")
-
-    def __float__(self) -> float:
-        return self._number("float() or a function of math")
-
-    def __index__(self) -> int:
-        return self._number("an index of a list, a slice or range()")
-
-    def __complex__(self) -> complex:
-        return self._number("complex()")
-
-    def __len__(self) -> int:
-        return self._number("len()")
-
-    def __iter__(self) -> NoReturn:
-        return self._number("iteration")
-
-    def __round__(self, digits: object = None) -> NoReturn:
-        return self._number("round()")
-
-    def __floor__(self) -> NoReturn:
-        return self._number("math.floor()")
-
-    def __ceil__(self) -> NoReturn:
-        return self._number("math.ceil()")
-
-    def __trunc__(self) -> NoReturn:
-        return self._number("math.trunc()")
-
     def __format__(self, spec: str) -> str:
         return repr(self)
-
-    def item(self) -> NoReturn:
-        return self._number(".item()")
-
-    def tolist(self) -> NoReturn:
-        return self._number(".tolist()")
-
-    def numpy(self) -> NoReturn:
-        return self._number(".numpy()")
 
     def dim(self) -> int:
         return 0
@@ -227,6 +182,35 @@ class Symbol:
 
     def __hash__(self) -> int:  # == makes a symbol
         return id(self)
+
+
+def _needs_number(name: str) -> Callable[..., NoReturn]:
+    def method(self: Symbol, *args: object) -> NoReturn:
+        raise refused(
+            TypeError,
+            f"{name} needs the value of an index or a score, which is not known when a score_mod "
+            "or mask_mod is traced: use torch's operators on it, such as torch.floor or .to(dtype)",
+        )
+
+    return method
+
+
+for _method, _name in {
+    "__int__": "int()",
+    "__float__": "float() or a function of math",
+    "__index__": "an index of a list, a slice or range()",
+    "__complex__": "complex()",
+    "__len__": "len()",
+    "__iter__": "iteration",
+    "__round__": "round()",
+    "__floor__": "math.floor()",
+    "__ceil__": "math.ceil()",
+    "__trunc__": "math.trunc()",
+    "item": ".item()",
+    "tolist": ".tolist()",
+    "numpy": ".numpy()",
+}.items():
+    setattr(Symbol, _method, _needs_number(_name))
 
 
 class Table:
