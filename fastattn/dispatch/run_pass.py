@@ -68,7 +68,8 @@ def directly(
     needs_grad: Sequence[str] = (),
 ) -> Any:
     """The same on plain memory, by its plan."""
-    if not (_records_thread() or _profiler._is_profiler_enabled):  # `recording`, without a call
+    # A profiler of all threads (`profile_all_threads`) sets the second, a flag of the process.
+    if not (_records_thread() or _profiler._is_profiler_enabled):
         return which.run(op, planned, t, o, groups, needs_grad)
     name = add_op_namespace_prefix(op.name + which.suffix)
     with _RecordFunctionFast(name, arguments(which, t, o, groups, needs_grad)):
@@ -124,14 +125,6 @@ def from_saved_order(of: Sequence[Any], missing: Sequence[Any]) -> tuple[Sequenc
     for at, x in zip(_ORDER, of):
         found[at] = x
     return found[: len(Tensors._fields)], found[len(Tensors._fields) :]
-
-
-def recording() -> bool:
-    """True if a running profiler may record this thread. The check takes 60 ns.
-
-    A profiler of all threads (`profile_all_threads`) sets a flag of the process, not of a thread.
-    """
-    return _records_thread() or _profiler._is_profiler_enabled
 
 
 def _in_memory(groups: Sequence[Group]) -> bool:

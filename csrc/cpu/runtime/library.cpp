@@ -75,8 +75,7 @@ bool run_phase(const Calls& calls, int at) {
                    [&](int64_t task, char* scratch) { calls.run(at, task, scratch); });
 }
 
-template <class RunPhase>
-int64_t run_calls(Calls& calls, void* workspace, const RunPhase& run_phase) {
+int64_t run_calls(Calls& calls, void* workspace) {
   if (const size_t size = calls.workspace()) {
     if (poisoned) std::memset(workspace, 0xFF, size);
     calls.give_workspace(static_cast<char*>(workspace));
@@ -102,14 +101,13 @@ int64_t bad_values(const Params& p) {
   return p.page && !pages_exist(p) ? FA_BAD_PAGE : FA_OK;
 }
 
-template <class RunPhase>
-int64_t run_pass(const Params& p, int64_t pass, const RunPhase& run_phase) {
+int64_t run_pass(const Params& p, int64_t pass) {
   Calls calls(p, pass, [&](const Params& one) { return make_plan(one, pass); });
   const bool given = p.workspace || !calls.workspace();
   ScratchMemory& memory = memory_of_thread().workspace;
   void* workspace = given ? p.workspace : memory.get(calls.workspace());
   if (!given && !workspace) return FA_NO_MEMORY;
-  const int64_t status = run_calls(calls, workspace, run_phase);
+  const int64_t status = run_calls(calls, workspace);
   if (!given) memory.trim();
   return status;
 }
@@ -126,16 +124,16 @@ int64_t at_once(const Params& p, int64_t pass) {
 }
 
 int64_t run_sequences(const Params& p, int64_t pass) {
-  if (!p.cu_q || p.B == 0) return run_pass(p, pass, run_phase);
+  if (!p.cu_q || p.B == 0) return run_pass(p, pass);
   const int64_t most = at_once(p, pass);
-  if (p.B <= most) return run_pass(p, pass, run_phase);
+  if (p.B <= most) return run_pass(p, pass);
   int64_t status = FA_OK;
   for (int64_t first = 0; first < p.B && status == FA_OK; first += most) {
     if (interrupted(p)) return FA_INTERRUPTED;
     Params some = p;
     begin_at(some, first);
     some.B = std::min(most, p.B - first);
-    status = run_pass(some, pass, run_phase);
+    status = run_pass(some, pass);
   }
   return status;
 }
