@@ -9,7 +9,7 @@ import torch
 from fastattn import KVCache
 from fastattn.call.int4 import dequantised_int4
 from tests.features.arguments import Draw, laid, of_scores
-from tests.features.calls import Call, offsets, sequences
+from tests.features.calls import Call, int4_sizes, offsets, sequences
 
 JUNK = 5  # keys of each item that a history drops
 # How far a number may be from what was appended, as a part of its row's range.
@@ -29,7 +29,7 @@ def cached(row):
     if row["latent"]:
         v = k[..., :Dv]
     cache = filled(draw, row, k, v, ns)
-    values = contents(cache, row, k, v, ns)
+    values, sizes = contents(cache, row, k, v, ns)
     if row["rows"] == "of each item":
         q = q.unflatten(0, (B, M)).transpose(1, 2)
         dout, more = draw.randn(B, H, M, Dv), {}
@@ -39,7 +39,7 @@ def cached(row):
     tensors = dict(q=laid(q, row["q_layout"]), **tensors)
     given |= dict(more, allow_empty_rows=True)
     call = Call(row, cache.attention, tensors, given, dout, draw)
-    sequences(call, ms, ns, lambda b: lambda x: x[b], values)
+    sequences(call, ms, ns, lambda b: lambda x: x[b], values, sizes)
     return call
 
 
@@ -94,11 +94,11 @@ def filled(draw, row, k, v, ns):
 
 
 def contents(cache, row, k, v, ns):
-    """{"k", "v"}: what the cache has of each item, in float64 if it is of few bits."""
-    found = {}
+    """Keys and values of each item as the cache has them, in float64 if of few bits; and sizes."""
+    found, sizes = {}, {}
     for name, appended, less in (("k", k, cache.key_offset), ("v", v, None)):
         pages, scales = getattr(cache, f"{name}_pages"), getattr(cache, f"{name}_scales")
-        found[name] = []
+        found[name], sizes[name] = [], []
         for b, own in enumerate(appended.split(ns)):
             used = cache.block_table[b, : -(-len(own) // cache.page_size)]
             x = pages[used].flatten(0, 1)[: len(own)]
@@ -106,21 +106,25 @@ def contents(cache, row, k, v, ns):
                 assert torch.equal(x, own), f"{name} of item {b} is not what was appended"
             else:
                 scale = None if scales is None else scales[used].flatten(0, 1)[: len(own)]
-                x = whole_numbers(x, scale, own.double(), less, row["stored"])
+                x, size = whole_numbers(x, scale, own.double(), less, row["stored"])
+                sizes[name].append(size)
             found[name].append(x)
         if row["latent"]:
-            return found | dict(v=[x[..., : v.shape[-1]] for x in found["k"]])
-    return found
+            for some in (found, sizes):
+                some["v"] = [x[..., : v.shape[-1]] for x in some["k"]]
+            break
+    return found, sizes if row["stored"] != "own" else {}
 
 
 def whole_numbers(x, scale, own, less, storage):
-    """The numbers that x and its scales are. They must be near `own`."""
+    """The numbers that x and its scales are, and their sizes. They must be near `own`."""
     if scale is None:
-        x = dequantised_int4(x, torch.float64)
+        x, size = dequantised_int4(x, torch.float64), int4_sizes(x)
     else:
         x = x.double() * scale[..., None].double()
+        size = x.abs()
     if less is not None:
-        x = x + less
+        x, size = x + less, size + less.abs()
     error, most = (x - own).abs().amax(), (own if less is None else own - less).abs().amax()
     assert error <= STEP[storage] * 2 * most, f"{storage}: {error} from what was appended"
-    return x
+    return x, size

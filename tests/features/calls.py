@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 import fastattn
-from fastattn.call.int4 import dequantised_int4, quantised_int4
+from fastattn.call.int4 import BLOCK_BYTES, NUMBERS, dequantised_int4, quantised_int4
 from fastattn.call.quantisation import LARGEST, quantised
 from tests.features.arguments import (
     Draw,
@@ -83,9 +83,10 @@ class Call:
         of = self.tensors | dict(out=self.dout, lse=self.dout[..., 0])
         return {n: torch.arange(math.prod(x.shape)).view(x.shape) for n, x in of.items()}
 
-    def add(self, part, kwargs, keys=None):
+    def add(self, part, kwargs, keys=None, sizes=None):
         """Add a piece. part(name, x): what it has of a tensor of the call, laid out as in a dense
-        call. keys: its k and v, if these are not tensors of the call as they are."""
+        call. keys: its k and v, if these are not tensors of the call as they are; and their sizes,
+        where a kernel adds larger numbers to make them."""
         x = {n: part(n, t) for n, t in self.tensors.items()}
         at = {n: part(n, t) for n, t in self.addresses().items()}
         if keys:
@@ -99,8 +100,8 @@ class Call:
             q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
             to["dq"] = [("dq", slice(D), at["q"]), ("dqv", slice(D, None), at["qv"])]
             to["dk"] = [("dk", slice(D), at["k"]), ("dv", slice(D, None), at["v"])]
-        sizes = *q.shape[:3], k.shape[2]
-        kwargs, of_table = without_functions(self.draw, kwargs | x, table, *sizes)
+        shape = *q.shape[:3], k.shape[2]
+        kwargs, of_table = without_functions(self.draw, kwargs | x, table, *shape)
         mask = kwargs.get("mask")
         if of_table is not None:
             to["dmask"] = [("dtable", slice(None), of_table)]
@@ -108,7 +109,7 @@ class Call:
             to["dmask"] = [("dmask", slice(None), at["mask"].expand(mask.shape))]
         has_grad = mask is not None and mask.is_floating_point()
         needs = ["q", "k", "v"] + ["sinks"] * ("sinks" in kwargs) + ["mask"] * has_grad
-        problem = Problem("", q, k, v, kwargs, out, lse, tuple(needs))
+        problem = Problem("", q, k, v, kwargs, out, lse, tuple(needs), sizes or {})
         rounded = keys and keys["k"].dtype != q.dtype
         wide = replace(problem.to(torch.float64), **keys) if rounded else None
         self.pieces.append(Piece(problem, to, wide))
@@ -137,6 +138,8 @@ class Expected(Verdict):
             for n, bound in bounds.items():  # kernels round elsewhere: some other number is as far
                 error = (rounded[n] - exact[n]).abs().nan_to_num(0)
                 bounds[n] = bound + 2 * (error.max() if error.numel() else 0)
+            if "lse" in bounds and self.call.row["stored"] in ("int8", "int4"):
+                bounds["lse"] += rounded_queries(piece.exact)
         for result in exact:
             for name, columns, at in piece.to.get(result, ()):
                 if name not in self.exact:
@@ -146,6 +149,14 @@ class Expected(Verdict):
                     whole[name].view(-1).index_add_(
                         0, at.flatten(), part.expand(at.shape).flatten()
                     )
+
+
+def rounded_queries(problem):
+    """How far a score may be off, since kernels round queries to multiples of a 32767th of their
+    row's largest number where keys are in few bits: int4.py, docs/guides/decoding.md."""
+    k = problem.sizes.get("k", problem.k).abs().nan_to_num(0).sum(-1)
+    scale = abs(problem.kwargs.get("scale") or 1 / math.sqrt(problem.q.shape[-1]))
+    return scale * problem.q.abs().amax((1, 3)) / 65534 * (k.max() if k.numel() else 0)
 
 
 # ---------------------------------------------------------------------------------------- the forms
@@ -216,13 +227,15 @@ def packed(row):
     places = torch.arange(read.numel()).view(size)
     for b, n in enumerate(seen.tolist()):
         read.view(-1)[keys_of(b)(places)[:n]] = True
-    tensors, values = {"q": laid(q, row["q_layout"], heads=-2)}, {}
+    tensors, values, sizes = {"q": laid(q, row["q_layout"], heads=-2)}, {}, {}
     for name, x in (("k", k), ("v", v)):
         if storage == "own":
             x[~read] = torch.nan
             tensors[name] = laid(x, row[f"{name}_layout"], heads=-2)
             continue
         tensors[name], scale, values[name] = stored(draw, x.shape, storage)
+        if storage == "int4":
+            sizes[name] = int4_sizes(tensors[name])
         if row[f"{name}_layout"] == "permuted":
             tensors[name] = laid(tensors[name], "permuted")
         if scale is not None:
@@ -238,7 +251,7 @@ def packed(row):
     more, others = of_scores(draw, row, B, H, *sizes)
     given |= others | dict(cu_q=offsets(ms, index))
     call = Call(row, fastattn.attention_packed, tensors | more, given, draw.randn(T, H, Dv), draw)
-    sequences(call, ms, ns, keys_of, values)
+    sequences(call, ms, ns, keys_of, values, sizes)
     return call
 
 
@@ -293,9 +306,17 @@ def stored(draw, shape, storage):
     return numbers, scale, numbers.double() * scale[..., None].double()
 
 
-def sequences(call, ms, ns, keys_of, values):
+def int4_sizes(x):
+    """The sizes of rows of blocks: a kernel may sum numbers times scales, and minima, apart."""
+    minima = x.unflatten(-1, (-1, BLOCK_BYTES)).clone()
+    minima[..., :NUMBERS] = 0
+    minima = dequantised_int4(minima.flatten(-2), torch.float64)
+    return dequantised_int4(x, torch.float64) - minima + minima.abs()
+
+
+def sequences(call, ms, ns, keys_of, values, sizes):
     """Add a piece for each sequence of a packed call. values: the numbers that k and v are, if
-    these are in few bits; keys_of(b): a function from k or v to the keys of sequence b."""
+    these are in few bits, and their sizes; keys_of(b): a function from k or v to the keys of b."""
     ends = offsets(ms, torch.int64).tolist()
     kwargs = {n: call.given[n] for n in OF_A_SEQUENCE if n in call.given}
     if "block_table" in call.given:
@@ -306,7 +327,7 @@ def sequences(call, ms, ns, keys_of, values):
         part = functools.partial(of_sequence, b=b, rows=rows, keys=keys_of(b), M=m, N=n)
         own = {name: part(name, x) for name, x in kwargs.items()}
         own["place"] = place._replace(item=place.item + b)
-        call.add(part, own, {name: part(name, x) for name, x in values.items()})
+        call.add(part, own, *({n: part(n, x) for n, x in some.items()} for some in (values, sizes)))
 
 
 def of_sequence(name, x, b, rows, keys, M, N):

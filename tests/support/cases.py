@@ -9,7 +9,7 @@ through any function with the signature of `fastattn.attention`.
 import itertools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -214,6 +214,7 @@ class Problem:
     dout: torch.Tensor
     dlse: torch.Tensor | None = None
     needs_grad: tuple = ("q", "k", "v")
+    sizes: dict = field(default_factory=dict)  # of k and v: what their rounding is relative to
 
     def tensors(self):
         return dict(q=self.q, k=self.k, v=self.v, **self.kwargs)
