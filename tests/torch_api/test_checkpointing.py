@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 import fastattn
 from fastattn.backends import base
 from tests.support.backends import not_interpreted
+from tests.support.ways import multihead, out_alone, packed, with_lse
 
 pytestmark = [not_interpreted, pytest.mark.usefixtures("one_thread", "nothing_is_small")]
 
@@ -41,41 +42,18 @@ class Block(nn.Module):
         return self.out(self.attend(q, k, v))
 
 
-class Multihead(nn.Module):
-    def __init__(self, need_weights):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = fastattn.MultiheadAttention(H * D, H, batch_first=True)
-        self.need_weights = need_weights
-
-    def forward(self, x):
-        out, weights = self.layer(x, x, x, need_weights=self.need_weights)
-        return out if weights is None else out.sum() + weights.square().sum()
-
-
 def torchs(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # looked up at each call
 
 
-def packed(q, k, v):
-    cu = torch.tensor([0, N, 2 * N])
-    q, k, v = (x.transpose(1, 2).reshape(B * N, H, D) for x in (q, k, v))
-    return fastattn.attention_packed(q, k, v, cu, cu, max_q=N, max_k=N)
-
-
-def with_lse(q, k, v):
-    out, lse = fastattn.attention(q, k, v, return_lse=True)
-    return out + lse[..., None]
-
-
-MODELS = {  # a model; how often its forward runs attention kernels, and weights kernels
-    "sdpa": (lambda: Block(torchs), (1, 0)),
-    "attention": (lambda: Block(partial(fastattn.attention, causal=True)), (1, 0)),
-    "LSE": (lambda: Block(with_lse), (1, 0)),
-    "dropout": (lambda: Block(partial(fastattn.attention, dropout_p=0.3)), (1, 0)),
-    "packed": (lambda: Block(packed), (1, 0)),
-    "multihead": (lambda: Multihead(False), (1, 0)),
-    "weights": (lambda: Multihead(True), (1, 1)),
+WAYS = {  # and how often a forward pass runs attention kernels, and weights kernels
+    "sdpa": (torchs, (1, 0)),
+    "attention": (partial(fastattn.attention, causal=True), (1, 0)),
+    "LSE": (with_lse, (1, 0)),
+    "dropout": (partial(fastattn.attention, dropout_p=0.3), (1, 0)),
+    "packed": (packed, (1, 0)),
+    "multihead": (out_alone, (1, 0)),
+    "weights": (multihead, (1, 1)),
 }
 
 
@@ -115,11 +93,11 @@ def checkpointed(model, saved, asked):
     return partial(checkpoint, model, use_reentrant=False, context_fn=selective)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("saved", (OURS, TORCHS), ids=("ours", "torchs"))
 def test_saved_results_are_not_recomputed(kernels, name, saved):
-    make, once = MODELS[name]
-    model, asked = make(), set()
+    attend, once = WAYS[name]
+    model, asked = Block(attend), set()
     found = gradients(model, checkpointed(model, saved, asked))
     twice = tuple(2 * x for x in once)
     assert kernels() == (once if saved is OURS else twice)
@@ -129,10 +107,10 @@ def test_saved_results_are_not_recomputed(kernels, name, saved):
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_list_of_operators(kernels, name):
-    make, once = MODELS[name]
-    model = make()
+    attend, once = WAYS[name]
+    model = Block(attend)
     selective = partial(create_selective_checkpoint_contexts, OURS)
     run = partial(checkpoint, model, use_reentrant=False, context_fn=selective)
     gradients(model, run)
@@ -141,8 +119,8 @@ def test_a_list_of_operators(kernels, name):
 
 @pytest.mark.parametrize("name", ("sdpa", "packed"))
 def test_compiled(kernels, name):
-    make, once = MODELS[name]
-    model = make()
+    attend, once = WAYS[name]
+    model = Block(attend)
     wanted = gradients(model, model)
     before = kernels()
     run = torch.compile(checkpointed(model, OURS, set()), backend="aot_eager", fullgraph=True)

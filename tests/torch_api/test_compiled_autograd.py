@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn import functional as F
 
 import fastattn
 from tests.support.backends import not_interpreted
 from tests.support.marks import parametrize
+from tests.support.ways import in_sdpa, mapped, multihead, out_alone, packed, rand, with_lse
 
 pytestmark = [
     not_interpreted,
@@ -19,20 +19,6 @@ pytestmark = [
 B, H, N, D = 2, 2, 19, 8
 
 
-def rand(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def sdpa(q, k, v):
-    with fastattn.sdpa():
-        return F.scaled_dot_product_attention(q, k, v)
-
-
-def with_lse(q, k, v):
-    out, lse = fastattn.attention(q, k, v, return_lse=True)
-    return out.sum() + lse.square().sum()
-
-
 def of_lse_alone(q, k, v):
     return fastattn.attention(q, k, v.detach(), return_lse=True)[1] + v.sum()
 
@@ -40,19 +26,6 @@ def of_lse_alone(q, k, v):
 def with_mask(q, k, v):
     """Has every gradient that a call can have."""
     return fastattn.attention(q, k, v, mask=q[0, 0, :, :1] * k[0, 0, :, 0], sinks=v[0, :, 0, 0])
-
-
-def packed(q, k, v):
-    q, k, v = (x.transpose(1, 2).reshape(B * N, H, D) for x in (q, k, v))
-    cu = torch.tensor([0, 5, B * N])
-    return fastattn.attention_packed(q, k, v, cu, cu)
-
-
-def multihead(q, k, v, need_weights=True):
-    torch.manual_seed(0)
-    layer = fastattn.MultiheadAttention(D, 2, batch_first=True)
-    out, weights = layer(q[:, 0], k[:, 0], v[:, 0], need_weights=need_weights)
-    return out if weights is None else out.sum() + weights.square().sum()
 
 
 def jvp(q, k, v):
@@ -82,10 +55,10 @@ FORWARDS = {
     "mask and sinks": with_mask,
     "packed": packed,
     "weights": lambda q, k, v: fastattn.attention_weights(q, k).mT @ v,
-    "sdpa": sdpa,
-    "MultiheadAttention": lambda *x: multihead(*x, need_weights=False),
+    "sdpa": in_sdpa,
+    "MultiheadAttention": out_alone,
     "MultiheadAttention, weights": multihead,
-    "vmap": lambda *x: torch.func.vmap(fastattn.attention)(*(y[None] for y in x)),
+    "vmap": mapped,
     "attention_jvp": jvp,
     "jvp": func_jvp,
     "second derivatives": gradient_penalty,

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from torch.func import vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
@@ -135,18 +134,6 @@ def test_every_backend_is_registered_in_order_of_preference():
 # ----------------------------------------------------- checkpointing and hooks on saved tensors
 
 
-def test_checkpointing_recomputes(attention):
-    q = torch.randn(1, 2, 3, 4, requires_grad=True)
-
-    def call(q):
-        return fastattn.attention(q, q, q, backend=attention.backend)
-
-    out = torch.utils.checkpoint.checkpoint(call, q, use_reentrant=False)
-    (found,) = torch.autograd.grad(out.sum(), q)
-    (expected,) = torch.autograd.grad(call(q).sum(), q)
-    assert torch.equal(found, expected)
-
-
 def test_saved_tensors_are_unpacked_once_each(attention):
     packed, unpacked = [], []
     q, k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
@@ -157,25 +144,3 @@ def test_saved_tensors_are_unpacked_once_each(attention):
         out = fastattn.attention(q, k, v, backend=attention.backend)
     out.sum().backward()
     assert len(packed) == len(unpacked) == 5
-
-
-def test_batched_gradients_of_an_eager_call(attention):
-    x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
-    out = fastattn.attention(x, x, x, backend=attention.backend)
-    batch = torch.randn(2, *out.shape, dtype=torch.float64)
-
-    def pull(g):
-        return torch.autograd.grad(out, x, g, retain_graph=True)[0]
-
-    expected = torch.stack([pull(g) for g in batch])
-    torch.testing.assert_close(vmap(pull)(batch), expected)
-    (found,) = torch.autograd.grad(out, x, batch, is_grads_batched=True)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_a_traced_module_passes_the_tracers_own_check():
-    module = fastattn.MultiheadAttention(8, 2, batch_first=True).eval()
-    x = torch.randn(2, 5, 8)
-    traced = torch.jit.trace(module, (x, x, x))
-    torch.testing.assert_close(traced(x, x, x), module(x, x, x))

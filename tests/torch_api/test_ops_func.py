@@ -3,33 +3,12 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.func import functional_call, grad, jacrev, vjp, vmap
+from torch.func import grad, vmap
 
 import fastattn
-from tests.support.torch_calls import close, everything, inputs, rand
+from tests.support.torch_calls import close, everything, inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # threads would only wait for each other
-
-
-def test_func_grad_and_vjp_and_jacrev(attention):
-    q, k, v = inputs(B=1, M=2, N=3)
-
-    def loss(q, k, v, f=attention):
-        return f(q, k, v, causal=True).sin().sum()
-
-    for a, b in zip(
-        grad(loss, argnums=(0, 1, 2))(q, k, v),
-        grad(lambda *x: loss(*x, f=fastattn.reference.attention), argnums=(0, 1, 2))(q, k, v),
-    ):
-        close(a, b)
-    pull = vjp(lambda q: attention(q, k, v), q)[1]
-    exact = vjp(lambda q: fastattn.reference.attention(q, k, v), q)[1]
-    g = rand(1, 4, 2, 4)
-    close(pull(g)[0], exact(g)[0])
-    close(
-        jacrev(lambda q: attention(q, k, v))(q),
-        jacrev(lambda q: fastattn.reference.attention(q, k, v))(q),
-    )
 
 
 MAPPED = ("q", "k", "v", "mask", "key_lengths", "alibi_slopes", "sinks")
@@ -128,17 +107,3 @@ def test_vmap_with_a_drawn_seed_follows_the_randomness_flag(attention):
     assert a.equal(b)
     a, b = vmap(drop, randomness="different")(qs)
     assert not a.equal(b)
-
-
-def test_per_sample_gradients_of_a_module(attention):
-    layer = torch.nn.Linear(4, 12, dtype=torch.float64)
-    x = rand(3, 5, 4)
-
-    def loss(parameters, x):
-        q, k, v = functional_call(layer, parameters, x).view(1, 5, 3, 1, 4).unbind(2)
-        return attention(*(y.transpose(1, 2) for y in (q, k, v))).square().sum()
-
-    parameters = dict(layer.named_parameters())
-    found = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
-    for i in range(3):
-        close(found["weight"][i], grad(loss)(parameters, x[i])["weight"])

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._profiler import _EventType
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler._memory_profiler import SchemaMatcher
 
@@ -19,6 +18,7 @@ from fastattn.flash_attn import (
     flash_attn_with_kvcache,
 )
 from tests.support.backends import FUSED, INTERPRETED, not_interpreted, small
+from tests.support.ways import in_sdpa, mapped, multihead, out_alone, packed, rand, rows
 
 REFERENCE = [] if INTERPRETED else ["reference"]
 every_backend = pytest.mark.parametrize("name", [*FUSED, *REFERENCE])
@@ -32,36 +32,16 @@ CU = torch.tensor([0, N, 2 * N])
 CPU = [ProfilerActivity.CPU]
 
 
-def rand(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def tensors():
     return [rand(B, H, N, D, seed=i) for i in range(3)]
-
-
-def rows(x):
-    return x.transpose(1, 2).reshape(B * N, H, D)
 
 
 # ------------------------------------------------------------------------------------- ways in
 
 
-def in_sdpa(q, k, v):
-    with fastattn.sdpa():
-        return F.scaled_dot_product_attention(q, k, v)
-
-
 def jagged(q, k, v):
     given = (torch.nested.nested_tensor_from_jagged(rows(x), CU).transpose(1, 2) for x in (q, k, v))
     return fastattn.scaled_dot_product_attention(*given).values()
-
-
-def multihead(q, k, v, module=fastattn.MultiheadAttention, **given):
-    torch.manual_seed(0)
-    layer = module(D, 2, batch_first=True)
-    out = layer(q[:, 0], k[:, 0], v[:, 0], **given)
-    return sum(x.sum() for x in out if x is not None)
 
 
 def encoder(q, k, v):
@@ -100,11 +80,7 @@ def way(request):
 FORWARD, BACKWARD = ["attention"], ["attention_backward"]
 WAYS = {  # (the call, its forward events, its backward events)
     "attention": (fastattn.attention, FORWARD, BACKWARD),
-    "attention_packed": (
-        lambda q, k, v: fastattn.attention_packed(*map(rows, (q, k, v)), CU, CU),
-        FORWARD,
-        BACKWARD,
-    ),
+    "attention_packed": (packed, FORWARD, BACKWARD),
     "attention_weights": (
         lambda q, k, v: fastattn.attention_weights(q, k),
         ["attention", "weights"],
@@ -122,11 +98,7 @@ WAYS = {  # (the call, its forward events, its backward events)
     ),
     "jagged": (jagged, FORWARD, BACKWARD),
     "sdpa": (in_sdpa, FORWARD, BACKWARD),
-    "MultiheadAttention": (
-        lambda *x: multihead(*x, need_weights=False),
-        FORWARD,
-        BACKWARD,
-    ),
+    "MultiheadAttention": (out_alone, FORWARD, BACKWARD),
     "MultiheadAttention, weights": (
         multihead,
         ["attention", "weights"],
@@ -151,11 +123,7 @@ WAYS = {  # (the call, its forward events, its backward events)
         None,
     ),
     "distributed": (ring, FORWARD, BACKWARD),
-    "vmap": (
-        lambda *x: torch.func.vmap(fastattn.attention)(*(y[None] for y in x)),
-        FORWARD,
-        BACKWARD,
-    ),
+    "vmap": (mapped, FORWARD, BACKWARD),
     "vjp": (
         lambda *x: torch.func.vjp(fastattn.attention, *x)[1](x[0])[0],
         [*FORWARD, *BACKWARD],

@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 from fastattn.dispatch import run_pass
 from tests.support.backends import not_interpreted
+from tests.support.ways import rand
 from tests.torch_api.test_torch_profiler import (
     CPU,
     B,
     D,
     H,
     N,
-    rand,
     seen,
     tensors,
 )

@@ -12,17 +12,15 @@ import fastattn
 from tests.support.marks import parametrize
 from tests.support.multihead_cases import E, H, L, N, S, causal_mask, spy_on_attention
 
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
 
 LAYER_OPTIONS = [
     dict(zip(("batch_first", "norm_first", "bias"), x, strict=True))
     for x in itertools.product((True, False), repeat=3)
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)  # for tiny tensors, several threads are slower than one
 
 
 def sequence(length, batch_first, seed=0):
@@ -174,24 +172,6 @@ def test_decoder_gives_torchs_results(train, options, monkeypatch):
     assert len(calls) == len(kinds) * 2 * 4  # two layers, each with self- and cross-attention
 
 
-def test_full_transformer_with_every_padding_mask():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = nn.Transformer(E, H, 2, 2, 16, dropout=0.0)
-    ours = converted_twin(theirs)
-    source, target = sequence(S, False), sequence(L, False, seed=1)
-    source_padding = padding_at(S, 3, 5, size=S)
-    kwargs = {
-        "tgt_mask": causal_mask(L, L),
-        "src_key_padding_mask": source_padding,
-        "tgt_key_padding_mask": padding_at(L, 2, 4),
-        "memory_key_padding_mask": source_padding,
-    }
-    for train in (True, False):
-        expected = theirs.train(train)(source, target, **kwargs)
-        torch.testing.assert_close(ours.train(train)(source, target, **kwargs), expected)
-
-
 def test_items_without_any_real_key_stay_finite_through_an_encoder():
     """Padding with gaps prevents nested tensors; torch's own output is NaN here."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2)
@@ -205,18 +185,6 @@ def test_items_without_any_real_key_stay_finite_through_an_encoder():
         assert out.isfinite().all() and grad.isfinite().all()
         with torch.no_grad():
             assert encoder(x, src_key_padding_mask=padding).isfinite().all()
-
-
-def test_dropout_trains_in_layers_and_stops_in_eval():
-    layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.5, batch_first=True)
-    fastattn.convert(layer)
-    for module in layer.modules():  # all other dropout is off
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    x = sequence(L, True)
-    assert not torch.equal(layer(x), layer(x))
-    layer.eval()
-    assert torch.equal(layer(x), layer(x))
 
 
 @parametrize("train", [True, False], fast=1)
