@@ -20,7 +20,6 @@ from tests.nn.test_nn_transformer import (
     N,
     drawn,
     tokens_model,
-    whole,
 )
 from tests.support.marks import parametrize
 
@@ -56,6 +55,14 @@ def call_torchs(model, src, tgt, padding):
 def call_ours(model, src, tgt, padding):
     masks = dict(src_padding_mask=SHOWN, tgt_padding_mask=TGT_SHOWN) if padding else {}
     return model(src, tgt, **masks)
+
+
+def whole(mask, shown):
+    """`mask` and `shown` as one mask (B, H, rows, keys), or None."""
+    if shown is None:
+        return mask
+    shown = shown[:, None, None].expand(-1, H, -1, -1) != 0
+    return shown if mask is None else mask & shown
 
 
 @pytest.mark.parametrize("masks", ["none", "padding", "both", "causal"])
