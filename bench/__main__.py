@@ -76,7 +76,7 @@ def _measuring(of: dict[str, argparse.ArgumentParser]) -> None:
     sweep.add_argument("--dims", type=int, nargs="+", metavar="D")
     sweep.add_argument("--masks", nargs="+", choices=tuple(MASKS))
     sweep.add_argument("--passes", nargs="+", choices=PASSES)
-    sweep.add_argument("--sweep-only", action="store_true", help="no overhead, no memory")
+    sweep.add_argument("--sweep-only", action="store_true", help="no memory")
     race.add_argument("tables", nargs="+", choices=tuple(TABLES), metavar="TABLE")
     memory.add_argument("--masks", nargs="+", choices=tuple(MASKS), default=["full", "dropout"])
     engine_command.add_options(engines)

@@ -21,16 +21,7 @@ from .cases import BOTH, DTYPES, GRIDS, PASSES, SECONDS, Case, Grid
 from .cpu_engines import command as engine_command
 from .cpu_engines import environments
 from .cpu_engines import report as engine_report
-from .measure import (
-    isolated_process,
-    machine,
-    nvidia,
-    peak_memory,
-    precompile,
-    progress,
-    run,
-    tiny_call,
-)
+from .measure import isolated_process, machine, nvidia, peak_memory, precompile, progress, run
 from .peers.registry import BASELINE, SUBJECT, chosen
 from .races import race as races
 from .races.tables import TABLES, Table
@@ -49,7 +40,6 @@ def sweep(options: Options) -> int:
         _result("sweep", options, device, _dtypes(cases), process) as result,
     ):
         if not options.sweep_only:
-            result["overhead"] = tiny_call.measure(device, chosen(device), None, process)
             if process:  # the memory probes are processes that use the same GPU
                 process.close()
             result["memory"] = peak_memory.measure(device)
@@ -251,7 +241,6 @@ def _finish(result: Result, options: Options) -> int:
     _print(console.conclusion(result))
     failed = any(row.get("status", "ok") != "ok" for row in rows)
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
-    failed |= bool(result["overhead"] and result["overhead"]["errors"].get(SUBJECT))
     return 1 if failed else 0 if result["complete"] else 130
 
 

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ PLAIN_AIM, AIM = 1.0, 1.3  # AIM is for windows or padding
 LAYER_AIM = 1.05
 
 Results = Callable[[], Sequence[Tensor]]
+Pair = tuple[Any, Any]  # a model that uses fastattn, and a copy that does not
 
 
 @contextlib.contextmanager
@@ -72,20 +74,13 @@ Entry = tuple[str, str, float, Callable[[], tuple[Results, Results, bool]]]
 
 
 def _languages(dtype: str, lengths: Sequence[int], scale: float) -> Iterator[Entry]:
-    for name in ("Llama", "Mistral"):
-        aim = AIM if name == "Mistral" else PLAIN_AIM
-        for n in lengths:
-            for padded in (False, True):
-                at = f"{name}, N = {n}{', padded' if padded else ''}"
-                make = functools.partial(_language, name, dtype, n, padded, scale)
-                for what in (FORWARD, TRAINING):
-                    yield at, what, AIM if padded else aim, functools.partial(make, what)
-                yield (
-                    f"{at}, {TOKENS} tokens",
-                    FORWARD,
-                    PLAIN_AIM,
-                    functools.partial(make, "tokens"),
-                )
+    for name, n, padded in itertools.product(("Llama", "Mistral"), lengths, (False, True)):
+        aim = AIM if name == "Mistral" or padded else PLAIN_AIM
+        at = f"{name}, N = {n}{', padded' * padded}"
+        make = functools.partial(_language, name, dtype, n, padded, scale)
+        for what in (FORWARD, TRAINING):
+            yield at, what, aim, functools.partial(make, what)
+        yield f"{at}, {TOKENS} tokens", FORWARD, PLAIN_AIM, functools.partial(make, "tokens")
 
 
 def _others(dtype: str, scale: float) -> Iterator[Entry]:
@@ -94,37 +89,71 @@ def _others(dtype: str, scale: float) -> Iterator[Entry]:
         for padded in (False, True):
             at, aim = ("encoder, padded", AIM) if padded else ("encoder", PLAIN_AIM)
             yield at, what, aim, functools.partial(_encoder, dtype, what, padded, scale)
-    for batch in LAYER_BATCHES:
-        for n in LAYER_LENGTHS:
-            make = functools.partial(_layer, dtype, batch, n, scale)
-            yield f"encoder layer, B = {batch}, N = {n}", FORWARD, LAYER_AIM, make
-    if dtype != "float32":
-        yield from _under_autocast(dtype, scale)
-
-
-def _under_autocast(dtype: str, scale: float) -> Iterator[Entry]:
-    """Models with nn.MultiheadAttention inside, for which torch has an inference fast path."""
+    for batch, n in itertools.product(LAYER_BATCHES, LAYER_LENGTHS):
+        make = functools.partial(_layer, dtype, batch, n, scale)
+        yield f"encoder layer, B = {batch}, N = {n}", FORWARD, LAYER_AIM, make
+    if dtype == "float32":
+        return
+    # Under autocast: models with nn.MultiheadAttention inside, which has an inference fast path.
     for padded in (False, True):
-        at = f"encoder under autocast{', padded' if padded else ''}"
         make = functools.partial(_encoder, dtype, FORWARD, padded, scale, autocast=True)
-        yield at, FORWARD, PLAIN_AIM, make
-    for library, name, make in (
+        yield f"encoder under autocast{', padded' * padded}", FORWARD, PLAIN_AIM, make
+    for library, name, model in (
         ("torchvision", "torchvision ViT-B/16", _torchvision),
         ("open_clip", "OpenCLIP ViT-B/32", _open_clip),
     ):
         if optional_deps.found(library):
-            make = functools.partial(_converted, dtype, make, scale)
+            make = functools.partial(_autocast, dtype, model, scale)
             yield f"{name} under autocast", FORWARD, PLAIN_AIM, make
 
 
-def _pair(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """A model of transformers that uses fastattn, and a copy that uses sdpa."""
+# ----------------------------------------------------------------------------- both sides of a race
+
+
+def _of_transformers(make: Callable[[], Any]) -> Pair:
     torch.manual_seed(0)
     other = make()
     ours = copy.deepcopy(other)
     ours.set_attn_implementation("fastattn")
     other.set_attn_implementation("sdpa")
     return ours, other
+
+
+def _converted(other: nn.Module) -> Pair:
+    ours = copy.deepcopy(other)
+    fastattn.convert(ours)
+    return ours, other
+
+
+def _run(
+    pair: Pair,
+    what: str,
+    out: Callable[[Any], Tensor],
+    loss: Callable[[Any], Tensor] | None = None,
+    same: bool = True,
+) -> tuple[Results, Results, bool]:
+    """Both models' outputs; or a training step without its optimizer: the loss, and the first
+    parameter's gradient. The loss, if none is given, is one that a final layer norm does not make
+    constant and rounding does not cancel."""
+
+    def distance(model: Any) -> Tensor:
+        found = out(model)
+        target = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
+        return (found.float() - target).square().mean()
+
+    def forward(model: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return [out(model)]
+
+    def step(model: Any) -> list[Tensor]:
+        found = (loss or distance)(model)
+        return [found.detach(), torch.autograd.grad(found, list(model.parameters()))[0]]
+
+    ours, other = (functools.partial(step if what == TRAINING else forward, x) for x in pair)
+    return ours, other, same
+
+
+# --------------------------------------------------------------------------------------- the models
 
 
 def _language(
@@ -136,143 +165,97 @@ def _language(
     config = getattr(transformers, f"{name}Config")
     window = dict(sliding_window=max(4, int(WINDOW * scale))) if name == "Mistral" else {}
     kind = getattr(transformers, f"{name}ForCausalLM")
-    pair = _pair(lambda: kind(config(**SIZES | window)).to(DTYPES[dtype]).eval())
+    pair = _of_transformers(lambda: kind(config(**SIZES | window)).to(DTYPES[dtype]).eval())
     batch = BATCH if padded else 1
     ids = torch.randint(1, SIZES["vocab_size"], (batch, n))
     mask = torch.ones_like(ids)
     for b in range(batch):
         mask[b, : b * n // BATCH] = 0  # left padding, as in generation
     given = dict(input_ids=ids * mask, attention_mask=mask)
-    real = mask.bool()
-
-    def results(model: Any) -> Results:
-        if what == "tokens":
-            return lambda: [_generated(model, given)]
-        if what == FORWARD:
-            return lambda: [_without_gradient(model, **given, use_cache=False)[real]]
-        labels = ids.masked_fill(mask == 0, -100)
-        return lambda: _step(model, lambda: model(**given, labels=labels, use_cache=False).loss)
-
-    return results(pair[0]), results(pair[1]), not (what == "tokens" and dtype != "float32")
-
-
-@torch.no_grad()
-def _generated(model: Any, given: dict[str, Tensor]) -> Tensor:
-    how = dict(do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
-    return model.generate(**given, **how, max_new_tokens=TOKENS)
-
-
-@torch.no_grad()
-def _without_gradient(model: Any, *inputs: Tensor, **given: Any) -> Tensor:
-    return model(*inputs, **given)[0]
-
-
-def _step(model: nn.Module, loss_of: Callable[[], Tensor]) -> list[Tensor]:
-    """A training step without its optimizer: the loss, and the first parameter's gradient."""
-    loss = loss_of()
-    return [loss.detach(), torch.autograd.grad(loss, list(model.parameters()))[0]]
-
-
-def _loss(out: Tensor) -> Tensor:
-    """A loss that a final layer norm does not make constant and rounding does not cancel."""
-    target = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
-    return (out.float() - target).square().mean()
+    labels = ids.masked_fill(mask == 0, -100)
+    if what == "tokens":
+        how = dict(do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+        how |= given | dict(max_new_tokens=TOKENS)
+        return _run(pair, FORWARD, lambda model: model.generate(**how), same=dtype == "float32")
+    return _run(
+        pair,
+        what,
+        lambda model: model(**given, use_cache=False)[0][mask.bool()],
+        lambda model: model(**given, labels=labels, use_cache=False).loss,
+    )
 
 
 def _vit(dtype: str, what: str, scale: float) -> tuple[Results, Results, bool]:
     from transformers import ViTConfig, ViTModel
 
-    layers = 12 if scale == 1 else 1
-    config = ViTConfig(num_hidden_layers=layers)
-    pair = _pair(lambda: ViTModel(config, add_pooling_layer=False).to(DTYPES[dtype]).eval())
+    config = ViTConfig(num_hidden_layers=_layers(scale))
+    pair = _of_transformers(
+        lambda: ViTModel(config, add_pooling_layer=False).to(DTYPES[dtype]).eval()
+    )
     pixels = torch.randn(2, 3, 224, 224, dtype=DTYPES[dtype])
+    return _run(pair, what, lambda model: model(pixels)[0])
 
-    def results(model: Any) -> Results:
-        if what == FORWARD:
-            return lambda: [_without_gradient(model, pixels)]
-        return lambda: _step(model, lambda: _loss(model(pixels)[0]))
 
-    return results(pair[0]), results(pair[1]), True
+def _layers(scale: float) -> int:
+    """Of a transformer for images or texts."""
+    return 12 if scale == 1 else 1
 
 
 def _encoder(
     dtype: str, what: str, padded: bool, scale: float, autocast: bool = False
 ) -> tuple[Results, Results, bool]:
-    """The encoder of torch.nn, which has an inference fast path. With `autocast` it computes in
-    `dtype` and its weights are float32."""
+    """The encoder of torch.nn. With `autocast` it computes in `dtype`, of float32 weights."""
     weights_dtype = torch.float32 if autocast else DTYPES[dtype]
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(512, 8, 1408, 0.0, "gelu", batch_first=True)
     other = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(weights_dtype)
-    ours = copy.deepcopy(other)
-    fastattn.convert(ours)
     n = max(16, int(1024 * scale))
     x = torch.randn(BATCH, n, 512, dtype=weights_dtype)
     lengths = torch.arange(1, BATCH + 1) * n // BATCH
     hidden = torch.arange(n) >= lengths[:, None] if padded else None
     real = torch.ones(BATCH, n, dtype=torch.bool) if hidden is None else ~hidden
 
-    def results(model: nn.Module) -> Results:
-        def out() -> Tensor:
-            with torch.autocast("cpu", DTYPES[dtype], enabled=autocast):
-                return model(x, src_key_padding_mask=hidden)[real]
+    def out(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", DTYPES[dtype], enabled=autocast):
+            return model(x, src_key_padding_mask=hidden)[real]
 
-        if what == FORWARD:
-            model.eval()
-            return lambda: [torch.no_grad()(out)()]
-        return lambda: _step(model, lambda: _loss(out()))
-
-    return results(ours), results(other), True
+    return _run(_converted(other.train(what == TRAINING)), what, out)
 
 
 def _layer(dtype: str, batch: int, n: int, scale: float) -> tuple[Results, Results, bool]:
     torch.manual_seed(0)
     other = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True)
-    other = other.to(DTYPES[dtype]).eval()
-    ours = copy.deepcopy(other)
-    fastattn.convert(ours)
     x = torch.randn(batch, max(4, int(n * scale)), 768, dtype=DTYPES[dtype])
-
-    def results(model: nn.Module) -> Results:
-        return lambda: [torch.inference_mode()(model)(x)]
-
-    return results(ours), results(other), True
+    return _run(_converted(other.to(DTYPES[dtype]).eval()), FORWARD, lambda model: model(x))
 
 
 Inputs = tuple[Tensor, ...]
 
 
-def _converted(
+def _autocast(
     dtype: str, make: Callable[[float], tuple[nn.Module, Inputs]], scale: float
 ) -> tuple[Results, Results, bool]:
     torch.manual_seed(0)
     other, inputs = make(scale)
-    ours = copy.deepcopy(other.eval())
-    fastattn.convert(ours)
 
-    def results(model: nn.Module) -> Results:
-        @torch.no_grad()
-        def out() -> Sequence[Tensor]:
-            with torch.autocast("cpu", DTYPES[dtype]):
-                found = model(*inputs)
-            return [found] if isinstance(found, Tensor) else found[:2]  # no logit scale
+    def out(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", DTYPES[dtype]):
+            found = model(*inputs)
+        return found if isinstance(found, Tensor) else torch.stack(found[:2])  # no logit scale
 
-        return out
-
-    return results(ours), results(other), True
+    return _run(_converted(other.eval()), FORWARD, out)
 
 
 def _torchvision(scale: float) -> tuple[nn.Module, Inputs]:
     models = optional_deps.library("torchvision").models
-    model = models.VisionTransformer(224, 16, 12 if scale == 1 else 1, 12, 768, 3072)
+    model = models.VisionTransformer(224, 16, _layers(scale), 12, 768, 3072)
     model.heads = nn.Identity()  # the last layer is initialized to zeros
     return model, (torch.randn(2, 3, 224, 224),)
 
 
 def _open_clip(scale: float) -> tuple[nn.Module, Inputs]:
     clip = optional_deps.library("open_clip").model
-    layers = 12 if scale == 1 else 1
-    images = clip.CLIPVisionCfg(layers=layers, patch_size=32)
-    texts = clip.CLIPTextCfg(layers=layers)
+    images = clip.CLIPVisionCfg(layers=_layers(scale), patch_size=32)
+    texts = clip.CLIPTextCfg(layers=_layers(scale))
     tokens = torch.randint(texts.vocab_size, (2, texts.context_length))
     return clip.CLIP(512, images, texts), (torch.randn(2, 3, 224, 224), tokens)

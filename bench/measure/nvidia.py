@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-PROC, NODE = Path("/proc/driver/nvidia"), Path("/dev/nvidia0")
+NODE = Path("/dev/nvidia0")
 # The indices of torch's builds, the newest CUDA first, and the oldest driver that each works with.
 INDICES = (("cu130", 580), ("cu128", 570), ("cu126", 525))
 URL = "https://download.pytorch.org/whl/"
@@ -28,7 +28,7 @@ def unusable() -> str:
     if the user has hidden it."""
     if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         return ""
-    if not (gpu := next(_seen(), None)):
+    if not (gpu := _seen()):
         return ""
     driver = f"driver {gpu.driver}" if gpu.driver else "a driver of unknown version"
     why, what = _reason(gpu.driver)
@@ -65,26 +65,12 @@ def _init_error() -> str:
     return "nothing"
 
 
-def _seen() -> Iterator[Gpu]:
-    """The GPU as nvidia-smi and /dev report it, in this order."""
-    driver = _driver_version()
+def _seen() -> Gpu | None:
+    """The GPU as nvidia-smi reports it, else as /dev does."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        pass
-    else:
         name, comma, version = done.stdout.partition("\n")[0].rpartition(", ")
         if done.returncode == 0 and comma:
-            yield Gpu(name, version if re.fullmatch(r"\d+(\.\d+)*", version) else driver)
-    if NODE.exists():
-        yield Gpu("an NVIDIA GPU", driver)
-
-
-def _driver_version() -> str:
-    try:
-        text = (PROC / "version").read_text()
-    except OSError:
-        return ""
-    found = re.search(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)", text)
-    return found[1] if found else ""
+            return Gpu(name, version if re.fullmatch(r"\d+(\.\d+)*", version) else "")
+    return Gpu("an NVIDIA GPU", "") if NODE.exists() else None

@@ -14,7 +14,7 @@ from fastattn.inspection.explain_call import Explanation
 
 from ..cases import BACKWARD, FORWARD, TRAINING, Case
 from ..peers.registry import PEERS, SUBJECT, Peer, arguments
-from . import isolated_process, precompile, progress, timing
+from . import isolated_process, progress, timing
 from .machine import load
 from .records import Record, ratio
 from .roofline import Limits
@@ -78,7 +78,6 @@ def _cells_of(
 ) -> Iterator[Record]:
     """The records of a case. `lost` names peers that are not tried, and why."""
     trained = [what for what in passes if what != FORWARD]  # timed as parts of one program
-    compiled = precompile.count() if case.device == "cuda" else 0
     judge = Judge(case, gradients=bool(trained))
     clocks = timing.clocks(case.device, threads)
     for whats in ([FORWARD] * (FORWARD in passes), trained):
@@ -86,11 +85,7 @@ def _cells_of(
             continue
         heat = race(peers, case, whats[0], clocks, seconds, judge, lost)
         for what in whats:
-            record = _record(case, what, heat, limits)
-            if case.device == "cuda":
-                before, compiled = compiled, precompile.count()
-                record["compiled"] = compiled - before
-            yield record
+            yield _record(case, what, heat, limits)
 
 
 LIVES = 3  # a peer that ended the process in this many cells is not tried again

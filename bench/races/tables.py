@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..cases import BOTH, FORWARD, TRAINING, Case
-from . import derivatives, functions, latent, launch, module, packed, selected, small, storage
+from . import derivatives, functions, latent, launch, packed, selected, small, storage
 from .race import SECONDS, Race
 
 
@@ -47,7 +47,6 @@ TABLES = {
         *(derivatives.races, (), F32),
         memory=derivatives.memory,
     ),
-    "mha": Table("nn.MultiheadAttention as a whole", module.races, dtypes=F32, threads=None),
     "launch": Table("CPU time of a GPU call up to the driver's launch", lines=launch.lines),
     "storage": Table("errors of keys and values in few bits", lines=storage.lines),
 }

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ..cases import FORWARD, PASSES
+from ..cases import PASSES
 from ..masks import MASKS
 from ..measure.machine import kind, words
 from ..measure.records import (
@@ -45,9 +45,7 @@ def one_line(cell: Record) -> str:
         return f"{title(cell)}: FAILED, not timed: {cell['reason']}"
     entry = timing_of(cell, first_threads([cell]))
     text = f"{title(cell)}: {_rate(entry['peers'][SUBJECT]['gflops'])}"
-    text += _times(entry, " torch") + host(entry["peers"][SUBJECT])
-    compiled = cell.get("compiled", 0)
-    return text + (f"; Triton compiled {compiled} kernels first" if compiled else "")
+    return text + _times(entry, " torch") + host(entry["peers"][SUBJECT])
 
 
 def _times(entry: Record, peer: str = "") -> str:
@@ -207,20 +205,8 @@ def heading(result: Result) -> Iterator[str]:
         yield f"memory, {where}: read {row['read_gbs']:.1f}, copy {row['copy_gbs']:.1f} GB/s"
 
 
-def _microseconds(name: str, row: Record) -> str:
-    ratio = f", {row['speedup']['median']:.2f} x torch" if "speedup" in row else ""
-    return f"{name} {row['median_us']:.1f} us{ratio}"
-
-
 def summary(result: Result) -> Iterator[str]:
     yield ""
-    for entry in result["overhead"]["timings"] if result["overhead"] else ():
-        timed = () if busy(entry) else entry["peers"].items()
-        times = [_microseconds(name, row) for name, row in timed] or ["busy"]
-        errors = result["overhead"]["errors"].items()
-        times += [f"{name} FAILED, not timed: {error}" for name, error in errors if error]
-        case, what = result["overhead"]["case"], entry.get("pass", FORWARD)
-        yield f"tiny call ({case} {what}; {clock_of(entry['threads'])}): {', '.join(times)}"
     yield from map(memory_line, result["memory"])
     for dtype, means in accuracy(result["cells"]).items():
         errors = (f"{name} {error:.2e}" for name, error in means.items())

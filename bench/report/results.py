@@ -37,7 +37,6 @@ def start(
         "commit": machine.commit(),
         "load": {"start": machine.load()},
         "ceilings": call(roofline.measure, device, dtypes),
-        "overhead": None,
         "memory": [],
         "cells": [],
         "seconds": None,

@@ -40,7 +40,6 @@ BUDGET = Path(__file__).with_name("aot_budget.json")
 ARCHS = (80, 90, 100, 120)
 DTYPES = ("bfloat16", "float32")  # float16 shares bfloat16's tiles and instructions
 HEAD_DIMS = (64, 128, 256)
-LATENT = 576  # with values of 512
 
 # Most bytes of shared memory that a block may opt in to (CUDA programming guide, table of technical
 # specifications per compute capability), and columns of tensor memory.
@@ -58,7 +57,7 @@ class KernelCase(NamedTuple):
     arch: int
     dtype: str
     head_dim: int
-    variant: str  # of ALL_VARIANTS
+    variant: str  # of VARIANTS
 
     def __str__(self) -> str:
         return f"sm_{self.arch} {self.dtype} D{self.head_dim} {self.variant}"
@@ -137,37 +136,6 @@ def shared_mask(B: int, H: int, M: int, N: int) -> dict[str, Any]:
     return dict(mask=torch.empty((1, 1, M, N), device="meta", dtype=torch.bfloat16))
 
 
-def programs(
-    B: int,
-    H: int,
-    M: int,
-    N: int,
-    score_of: Callable[[torch.Tensor], Callable],
-    mask_mod: Callable | None = None,
-) -> dict[str, Any]:
-    """The options of a score_mod, made by `score_of` of a table (H, 2 N), and of a mask_mod."""
-    from fastattn.score_mods.lowering import Begin, lower
-    from fastattn.score_mods.recognition import Shape
-    from fastattn.score_mods.tracing import merge, trace_mask_mod, trace_score_mod
-
-    table = torch.zeros(H, 2 * N)
-    mask = None if mask_mod is None else trace_mask_mod(mask_mod)
-    both = merge(trace_score_mod(score_of(table)), mask)
-    made = lower(*both, Shape(B, H, M, N), torch.float32, Begin())
-    assert made is not None
-    floats = torch.empty(table.numel(), device="meta", dtype=torch.float32)
-    return dict(score_mod=made.text, captured_floats=floats)
-
-
-def bent_and_hidden(B: int, H: int, M: int, N: int) -> dict[str, Any]:
-    """A score_mod with a table and a derivative of its own, and a mask_mod that skips blocks."""
-    return programs(
-        *(B, H, M, N),
-        lambda table: lambda s, b, h, i, j: 20 * torch.tanh((s + table[h, i - j + N]) / 20),
-        lambda b, h, i, j: (i >= j) & ((i - j < 512) | (j < 16)),
-    )
-
-
 VARIANTS = {
     "plain": Variant(lambda *sizes: {}),
     "causal": Variant(lambda *sizes: dict(causal="top_left", Hk=2), PAIR),
@@ -187,19 +155,7 @@ VARIANTS = {
     "tangents": Variant(lambda *sizes: dict(causal="top_left", Hk=2), MOVED, True),
     "tangents-all": Variant(everything, (*MOVED, "dmask_t"), True),
 }
-# These are compiled if --variant names them. Of programs there is any number: two stand for them.
-ON_REQUEST = {
-    "functions": Variant(
-        bent_and_hidden, (*PAIR, "dq captured", "block_mask", "block_mask keys", "split")
-    ),
-    "tangents-functions": Variant(bent_and_hidden, MOVED, True),
-    # Latent vectors of DeepSeek's sizes, the only head dim of this variant: v is a view of k.
-    "latent": Variant(
-        lambda *sizes: dict(causal="top_left", Hk=1, values=512), ("forward", "split")
-    ),
-}
-ALL_VARIANTS = VARIANTS | ON_REQUEST
-SIXTEEN_BITS = (*ONE, "block mask", "functions", "packed", "paged")  # in these alone
+SIXTEEN_BITS = (*ONE, "block mask", "packed", "paged")  # in these alone
 
 
 def cases(
@@ -207,12 +163,9 @@ def cases(
     dtypes: Iterable[str] = DTYPES,
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[KernelCase]:
-    dims = (*HEAD_DIMS, LATENT)
-    for case in map(KernelCase._make, itertools.product(archs, dtypes, dims, variants)):
-        if (case.variant == "latent") != (case.head_dim == LATENT):
-            continue
+    for case in map(KernelCase._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
         absent = SIXTEEN_BITS if case.dtype == "float32" else ("tf32",)
-        if case.variant not in absent and not (ALL_VARIANTS[case.variant].tangents and rare(case)):
+        if case.variant not in absent and not (VARIANTS[case.variant].tangents and rare(case)):
             yield case
 
 
@@ -228,10 +181,10 @@ def call(case: KernelCase) -> None:
     from fastattn.call import spec, validation
 
     dtype, B, H, N = getattr(torch, case.dtype), 2, 8, 4096
-    o = ALL_VARIANTS[case.variant].options(B, H, N, N)
+    o = VARIANTS[case.variant].options(B, H, N, N)
     Hk, D = o.pop("Hk", H), case.head_dim - o.pop("short", 0)
     precision = "tf32" if o.pop("tf32", False) else "ieee"
-    tensors = ("mask", "key_lengths", "alibi_slopes", "sinks", "seed", "captured_floats")
+    tensors = ("mask", "key_lengths", "alibi_slopes", "sinks", "seed")
     extras = {x: o.pop(x) for x in tensors if x in o}
     meta = functools.partial(torch.empty, device="meta", dtype=dtype)
     items, rows, max_q = B, N, None
@@ -246,11 +199,8 @@ def call(case: KernelCase) -> None:
         keys = B * N // page, Hk, page, D
         extras |= dict(block_table=meta(B, N // page, dtype=torch.int32), cu_k=None)
         extras |= dict(key_lengths=meta(B, dtype=torch.int64))
-    values = o.pop("values", None)
     options = spec.Options(**o)
-    k = meta(*keys)
-    v = k[..., :values] if values else meta(*keys)
-    attention = spec.Tensors(meta(items, H, rows, D), k, v, **extras)
+    attention = spec.Tensors(meta(items, H, rows, D), meta(*keys), meta(*keys), **extras)
     normaliser = meta(2, items, H, rows, dtype=torch.float32)
     weights = attention._replace(v=None, normaliser=normaliser)
     few = {} if "mask" not in extras else {"mask": extras["mask"][:, :, :1]}
@@ -263,20 +213,17 @@ def call(case: KernelCase) -> None:
     try:
         s = describe(attention, options)
         out = backend.forward(s, attention)
-        if ALL_VARIANTS[case.variant].tangents:
+        if VARIANTS[case.variant].tangents:
             moves = (x for x in spec.DIFFERENTIABLE if x != "captured_floats")
             moved = spec.Tangents(**{x: getattr(attention, x) for x in moves})
             outs = backend.jvp(s, attention, moved, *out)
             q, lse = attention.q, normaliser[0]
             backend.second(s, attention, moved, outs, q, lse, q, lse, needs_grad)
             return
-        if not page and not values:  # pages have no gradient, nor has Triton past 256
-            given = s, attention, *out, attention.q, normaliser[0]
-            backend.backward(*given, needs_grad)
-            if "captured_floats" in extras:
-                backend.backward(*given, ["q", "captured_floats"])
+        if not page:  # pages have no gradient
+            backend.backward(s, attention, *out, attention.q, normaliser[0], needs_grad)
         backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
-        if packed or values:  # packed calls have no weights
+        if packed:  # packed calls have no weights
             return
         for average in (False, True):
             s = describe(weights, options._replace(average_heads=average))
@@ -323,22 +270,18 @@ def pretend(arch: int, launched: Callable) -> None:
 
 
 def name_of(kernel: Any, args: Sequence[Any]) -> str:
-    """The name of a launch: a dkv kernel that computes only dk or dv is named dk or dv, and a dq
-    kernel that adds to gradients of captured numbers is named dq captured."""
+    """The name of a launch: a dkv kernel that computes only dk or dv is named dk or dv."""
     name = kernel.__name__.removesuffix("_kernel")
     given = dict(zip(kernel.arg_names, args))
-    if name == "dkv":
-        name = "dv" if given["dk"] is None else "dk" if given["dv"] is None else name
-    if name == "dkv_t":
-        name = "dv_t" if given["dk_t"] is None else "dk_t" if given["dv_t"] is None else name
-    if given.get("captured_sums") is not None:
-        name += " captured"
+    if name in ("dkv", "dkv_t"):
+        dk, dv = name.replace("dkv", "dk"), name.replace("dkv", "dv")
+        name = dv if given[dk] is None else dk if given[dv] is None else name
     return name
 
 
 def compiled(case: KernelCase) -> list[CompiledKernel]:
     """The kernels of a case, in launch order."""
-    names = ALL_VARIANTS[case.variant].kernels
+    names = VARIANTS[case.variant].kernels
     found: dict[str, CompiledKernel] = {}
 
     def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -475,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.static_gpu.aot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS)
-    parser.add_argument("--variant", nargs="+", choices=ALL_VARIANTS, default=tuple(VARIANTS))
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=tuple(VARIANTS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--accept", action="store_true", help="write the budget from what is found")

@@ -56,10 +56,6 @@ def test_a_run_records_the_machine_and_versions(result):
     counts = [row["threads"] for row in result["ceilings"]["memory"]]
     assert counts == 2 * list(dict.fromkeys((1, torch.get_num_threads())))  # for two sizes
     assert all(row["read_gbs"] > 0 < row["copy_gbs"] for row in result["ceilings"]["memory"])
-    for entry in result["overhead"]["timings"]:
-        assert set(entry["peers"]) == DEFAULT
-        assert all(row["median_us"] > 0 for row in entry["peers"].values())
-    assert result["overhead"]["errors"] == {SUBJECT: "", BASELINE: ""}
 
 
 @pytest.mark.slow
@@ -130,7 +126,7 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, tmp_path):
     (path,) = tmp_path.glob("local/*.json")
     kept = json.loads(path.read_text())
     assert len(kept["cells"]) == 1 and not kept["complete"]
-    assert kept["overhead"] is None and kept["memory"] == []
+    assert kept["memory"] == []
 
 
 def test_rounds_are_interleaved_in_alternating_order():

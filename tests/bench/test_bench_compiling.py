@@ -27,42 +27,32 @@ def test_a_sweep_on_a_gpu_is_the_quick_one_for_it(monkeypatch):
     assert seen == ["quick on a GPU", "full"]
 
 
-@pytest.fixture
-def runs(monkeypatch):
-    """The (case, pass, thread) of each run of `ahead`. Triton is reported as available."""
-    found = []
+@parametrize("passes, what", [(PASSES, "backward"), ((FORWARD,), FORWARD)], fast=1)
+def test_every_kind_is_run_once_and_the_first_alone(passes, what, monkeypatch):
+    runs = []
 
     def compute(call, x, inputs, what):
-        found.append((x, what, threading.get_ident()))
+        runs.append((x, what, threading.get_ident()))
         if x.N == 512:
             raise RuntimeError("as it will in the cell")
 
     monkeypatch.setattr(precompile, "compute", compute)
     monkeypatch.setattr(Case, "inputs", lambda self: None)
     monkeypatch.setattr(fastattn, "available_backends", lambda: {"triton": None})
-    return found
-
-
-@parametrize("passes, what", [(PASSES, "backward"), ((FORWARD,), FORWARD)], fast=1)
-def test_every_kind_is_run_once_and_the_first_alone(passes, what, runs):
     few = [dataclasses.replace(x, device="cpu") for x in QUICK]
-    said = precompile.ahead(few, passes)
-    assert next(said).startswith(f"compiled 1 of {len(precompile.kinds(few))} kinds of calls, ")
-    assert len(runs) == 1
-    lines = list(said)
+    lines = list(precompile.ahead(few, passes))
+    assert runs[0][2] == threading.get_ident() not in {thread for *_, thread in runs[1:]}
     assert [x for x, *_ in sorted(runs, key=lambda x: few.index(x[0]))] == precompile.kinds(few)
     assert {x for _, x, _ in runs} == {what} and len(lines) == len(runs) - 1
     assert f"compiled {len(runs)} of {len(runs)} kinds" in lines[-1]
-    assert "kernels in 0 s" in lines[-1]
-
-
-class Dying:
-    def stream(self, function, *args):
-        yield "compiled 1 of 2"
-        raise isolated_process.Died(SUBJECT, "its process died of SIGSEGV")
 
 
 def test_a_crashed_compile_process_is_reported(capsys):
+    class Dying:
+        def stream(self, function, *args):
+            yield "compiled 1 of 2"
+            raise isolated_process.Died(SUBJECT, "its process died of SIGSEGV")
+
     commands._compile(Dying(), [case()], PASSES)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "compiled 1 of 2" and said[1].endswith("ahead: its process died of SIGSEGV")

@@ -22,15 +22,13 @@ DRIVERS = {  # by driver version: the torch index that supports it, "" for none
     "580.65.06": "cu130",
     "610.10": "cu130",
 }
-MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs)\n"
 
 
 class Fake:
-    """What reveals a GPU: nvidia-smi, the driver's folder in /proc, a node in /dev."""
+    """What reveals a GPU: nvidia-smi, a node in /dev."""
 
     def __init__(self, folder, monkeypatch):
         self.folder, self.patch = folder, monkeypatch
-        monkeypatch.setattr(nvidia, "PROC", folder / "proc")
         monkeypatch.setattr(nvidia, "NODE", folder / "nvidia0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -51,11 +49,6 @@ class Fake:
         (programs / "nvidia-smi").chmod(0o755)
         self.patch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
 
-    def proc(self, driver):
-        (self.folder / "proc").mkdir()
-        (self.folder / "proc" / "version").write_text(MODULE.format(driver))
-        self.node()
-
     def node(self):
         (self.folder / "nvidia0").write_text("")
 
@@ -66,9 +59,8 @@ def fake(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("by", ["smi", "proc"])
-def test_the_device_index_is_the_drivers(by, driver, fake):
-    fake.smi(f"NVIDIA H100, {driver}") if by == "smi" else fake.proc(driver)
+def test_the_device_index_is_the_drivers(driver, fake):
+    fake.smi(f"NVIDIA H100, {driver}")
     message = nvidia.unusable()
     assert message.startswith("got torch 2.13.0+cpu, expected one that can use the GPU")
     assert f"driver {driver}): it is built for CPUs alone; " in message

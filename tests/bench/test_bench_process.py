@@ -14,7 +14,6 @@ from bench.measure import (
     records,
     roofline,
     run,
-    tiny_call,
 )
 from bench.peers.registry import BASELINE, SUBJECT
 from bench.races import small
@@ -32,8 +31,7 @@ ENDINGS = {
     "was lost to its process",
 }
 CRASHING = (SUBJECT, BASELINE, "aborts", "fills while timed", "poisons while timed")
-SECTIONS = ("overhead", "memory", "complete")
-NONE = dict.fromkeys(SECTIONS, ())
+NONE = dict.fromkeys(("memory", "complete"), ())
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +84,8 @@ def test_the_entry_has_the_exit_status(name, crashed):
 class Here:
     """An apart.Process without another process. GPU work is replaced by small work on the CPU."""
 
-    def __init__(self, deaths=()):
-        self.deaths, self.log, self.living = list(deaths), [], False
+    def __init__(self):
+        self.log, self.living = [], False
 
     def __enter__(self):
         return self
@@ -104,8 +102,6 @@ class Here:
     def stream(self, function, *args):
         self.living = True
         self.log.append((function, args))
-        if self.deaths:
-            raise isolated_process.Died(self.deaths.pop(0), "its process died")
         args = [self.small(x) if isinstance(x, Case) else x for x in args]
         yield from function(*args)
 
@@ -118,16 +114,6 @@ class Here:
 
     def small(self, x):
         return dataclasses.replace(x, device="cpu", B=1, H=2, Hk=2)
-
-
-def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
-    monkeypatch.setattr(tiny_call, "CALLS", 1)
-    peers = dict.fromkeys((SUBJECT, BASELINE))
-    found = tiny_call.measure("cpu", peers, (1,), Here([BASELINE]))
-    assert found["errors"] == {SUBJECT: "", BASELINE: "its process died"}
-    assert all(set(entry["peers"]) == {SUBJECT} for entry in found["timings"])
-    with pytest.raises(OSError, match="its process died"):
-        tiny_call.measure("cpu", peers, (1,), Here([None]))
 
 
 @parametrize("command", ["sweep", "race small", "memory"], fast=1)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 import fastattn
 from bench.cases import FORWARD
 from bench.masks import DROPOUT_P, MASKS, SEED
-from bench.measure import records, timing, tiny_call, verify
+from bench.measure import records, timing, verify
 from bench.measure.verify import Judge, Oracle, relative_errors
-from bench.peers.registry import BASELINE, PEERS, SUBJECT, Peer, arguments, chosen
+from bench.peers.registry import BASELINE, PEERS, SUBJECT, Peer, arguments
 from bench.report import console
 from tests.support.bench_helpers import case, cells
 from tests.support.marks import parametrize
@@ -141,13 +141,6 @@ def test_a_wrong_gradient_fails_the_training_passes_alone(monkeypatch, timed):
             assert record["status"] == "failed" and record["reason"].startswith("dv is off by")
             assert record["timings"] == []
     assert set(timed) == {SUBJECT, BASELINE}
-
-
-def test_a_wrong_tiny_call_is_not_timed(monkeypatch, timed):
-    monkeypatch.setattr(fastattn, "attention", wrong_output)
-    measured = tiny_call.measure("cpu", chosen("cpu"))
-    assert SUBJECT not in timed and "out is off by" in measured["errors"][SUBJECT]
-    assert all(set(entry["peers"]) == {BASELINE} for entry in measured["timings"])
 
 
 def test_a_failed_baseline_gives_times_without_a_ratio(monkeypatch, timed):

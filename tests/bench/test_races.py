@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "known_ceilings"), not_inter
 FAST = ["--threads", "1", "--seconds", "0.002"]
 # Rows of a table at a scale, in float32 on one thread.
 ROWS = {"short": 12, "serving": 10, "flex": 26, "latent": 5, "selected": 10}
-ROWS |= {"mha": 4, "derivatives": 12, "tiny": 32}
-SCALE = {"short": 1 / 8, "mha": 1 / 64, "derivatives": 1 / 32}
+ROWS |= {"derivatives": 12, "tiny": 32}
+SCALE = {"short": 1 / 8, "derivatives": 1 / 32}
 
 
 def run(folder, *arguments: str) -> dict:
