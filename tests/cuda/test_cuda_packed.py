@@ -6,13 +6,12 @@ import torch
 
 import fastattn
 from fastattn.backends.native import cuda
+from tests.features import calls, factors
 from tests.gpu_emulation.emulated import DTYPES as NAMES
 from tests.gpu_emulation.emulated import everywhere
 from tests.gpu_emulation.emulator import needs_emulator
-from tests.semantics.test_argument_shapes import PACKED, TOLERANCE, close, rand, values
 from tests.semantics.test_packed import CASES, CUT, FEW, HOSTILE, batch, clamped, complaints
 from tests.semantics.test_paged import PAGES, in_pages, of_scores
-from tests.support.argument_shapes import shapes_of
 from tests.support.backends import passed
 from tests.support.cases import DTYPES, FEATURE, name_of
 from tests.support.marks import parametrize
@@ -132,16 +131,9 @@ def test_gradients_where_sequences_overlap_come_to_an_end(monkeypatch):
     assert out.isfinite().all()
 
 
-@parametrize("shape", shapes_of("mask", PACKED.sizes)[2::4], ids=str, fast=1)
+@parametrize("shape", factors.SHAPES, fast=1)
 def test_a_mask_of_any_shape_has_a_gradient_of_that_shape(shape):
-    given = PACKED.inputs(torch.float16) | dict(mask=values("mask", shape, torch.float16, PACKED))
-
-    def passes(attention, given):
-        leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
-        out, _ = attention(**leaves)
-        incoming = rand(out.shape, 50, out.dtype)
-        return dict(zip(leaves, torch.autograd.grad(out, tuple(leaves.values()), incoming)))
-
-    exact = passes(PACKED.oracle, {name: x.double() for name, x in given.items()})
+    levels = {name: some[0] for name, some in factors.PACKED.items()}
+    call = calls.packed(levels | dict(mask="float", mask_shape=shape, dtype="float16"))
     with everywhere():
-        close(passes(PACKED.run, given), exact, TOLERANCE[torch.float16])
+        passed(calls.Expected(call).about(call.run()))

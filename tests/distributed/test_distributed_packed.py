@@ -1,6 +1,7 @@
 """Packed batches over ranks equal those on one rank: every feature and strategy, and gradients."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,6 @@ import fastattn
 from fastattn import distributed
 from tests.distributed.test_distributed import MESH, OF_ROWS
 from tests.semantics import test_packed
-from tests.support.argument_shapes import shapes_of
 from tests.support.cases import DTYPES, FEATURE, FEATURES, Dims
 
 # -- packed batches --------------------------------------------------------------------------------
@@ -77,8 +77,12 @@ def close(batch, found):
 PACKED_WAYS = (("gather", 1), ("gather", 4), ("gather", MESH), ("ulysses", 2), ("auto", 3))
 
 
-PACKED_SIZES = dict(B=len(PART), H=2, M=18, N=21)
-PACKED_MASKS = shapes_of("mask", PACKED_SIZES)
+PACKED_SIZES = (len(PART), 2, 18, 21)  # of a mask (B,H,M,N)
+PACKED_MASKS = [
+    shape
+    for rank in range(5)
+    for shape in itertools.product(*((1, n) for n in PACKED_SIZES[4 - rank :]))
+]
 
 
 def packed_masked(shape):

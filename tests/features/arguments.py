@@ -40,6 +40,12 @@ class Draw:
             signs = torch.tensor([1.0 if d % 3 else -1.0 for d in range(D)]).double()
             q, k = size * signs * (1 + 0.05 * q), -size * signs * (1 + 0.05 * k)
             q = -q if scale < 0 else q
+        if kind == "rising":  # along the keys in every other row; it falls in the rows between
+            h, i, j = (
+                torch.arange(q.shape[1])[:, None],
+                *map(torch.arange, (q.shape[2], k.shape[2])),
+            )
+            q, k = 0.1 * q + 2 - 4 * ((h + i) % 2)[..., None], 0.1 * k + j[:, None] / 40
         return [x.to(self.dtype) for x in (q, k, v)]
 
     def small(self, x):
@@ -112,9 +118,12 @@ def mask_of(draw, row, B, H, M, N):
         hidden = draw.rand(*whole) < 0.5
         for dim, (n, size) in enumerate(zip(shape, (1, 1, 32, 64)[4 - len(shape) :])):
             hidden = hidden.repeat_interleave(size, dim).narrow(dim, 0, n)
+    if kind == "stairs":  # the first keys, more in each row; none in the first row
+        i, j = torch.arange(shape[-2])[:, None], torch.arange(shape[-1])
+        hidden = (j < 37 * i % (shape[-1] + 1)).expand(shape).clone()
     if "rows" in kind and len(shape) > 1 and shape[-2] > 1:
         hidden[..., shape[-2] // 2 :, :] = True
-    if kind in ("bool", "empty rows", "blocks"):
+    if kind in ("bool", "empty rows", "blocks", "stairs"):
         return ~hidden
     dtype = torch.float32 if kind == "float32" else draw.dtype
     least = torch.finfo(dtype).min if kind == "finfo.min" else -torch.inf

@@ -29,6 +29,7 @@ from tests.features.arguments import (
     wanted,
     without_functions,
 )
+from tests.features.factors import NUMBERS
 from tests.support.cases import Problem
 from tests.support.error_budget import Verdict, oracle
 from tests.support.large_logit_rows import far_rows
@@ -170,7 +171,8 @@ def dense(row):
     if row["lengths"] != "no":
         most = N if place.keys is None else place.keys
         half = place.key + N // 2
-        lengths = torch.tensor([most, 0, half, place.key + 1][:B] if B > 1 else [half + 1])
+        some = [most, 0, half, place.key + 1] if B > 1 else [half + 1]
+        lengths = torch.tensor(lengths_of(row, some))
         for b, n in enumerate((lengths - place.key).clamp(0, N).tolist()):
             k[b, :, n:] = v[b, :, n:] = torch.nan
     tensors = {n: laid(x, row[f"{n}_layout"]) for n, x in dict(q=q, k=k, v=v).items()}
@@ -185,16 +187,32 @@ def dense(row):
         tensors["v"] = memory[D : D + v.numel()].view(v.shape)
     more, given = of_scores(draw, row, B, H, M, N)
     if lengths is not None:
-        given["key_lengths"] = draw.small(lengths.to(getattr(torch, row["lengths"])))
+        given["key_lengths"] = draw.small(lengths.to(integers(row["lengths"])))
     dout = laid(draw.randn(B, H, M, Dv), row["dout_layout"])
     call = Call(row, fastattn.attention, tensors | more, given, dout, draw)
     call.add(lambda name, x: x, {n: x for n, x in given.items() if n != "row_invariant"})
     return call
 
 
+def problem(row):
+    """A dense call without functions and qv, as the one `Problem` that it is."""
+    return dense(row).pieces[0].problem
+
+
+def lengths_of(row, some):
+    """The number of keys of each item: some of these, or those that the row names."""
+    return list(NUMBERS.get(row["lengths"], some[: row["B"]]))
+
+
+def integers(name):
+    return torch.int64 if name in NUMBERS else getattr(torch, name)
+
+
 def counts(row):
     """The numbers of rows and of keys of each sequence."""
     M, N = row["M"], row["N"]
+    if ns := NUMBERS.get(row["counts"]):
+        return (M,) * len(ns), ns
     return {
         "falling": ((M, M // 2 + 1, 1), (N // 2 + 1, N, 1)),
         "equal": ((M, M), (N, N)),
@@ -353,10 +371,10 @@ def selected(row):
     more, given = of_scores(draw, row, B, H, M, N)
     length = [N] * B
     if row["lengths"] != "no":
-        length = [N // 2 + 1, 0][:B]
+        length = lengths_of(row, [N // 2 + 1, 0])
         for b, n in enumerate(length):
             k[b, :, n:] = v[b, :, n:] = torch.nan
-        given["key_lengths"] = draw.small(torch.tensor(length).to(getattr(torch, row["lengths"])))
+        given["key_lengths"] = draw.small(torch.tensor(length).to(integers(row["lengths"])))
     tensors = {n: laid(x, row[f"{n}_layout"]) for n, x in dict(q=q, k=k, v=v).items()} | more
     indices = named(draw, row, (B, G, M), -(-N // row["block"]))
     arguments = given | dict(indices=indices.to(getattr(torch, row["index"])), block=row["block"])

@@ -134,6 +134,18 @@ RANKS = {
     ),
     "cut": ("contiguous", "zigzag"),
 }
+# Levels of dense calls that are one `Problem`; and of those with scores near 0, for passes with
+# tangents: backends take plain memory there, and torch's forward mode refuses views that are
+# negated when they are read.
+ONE_PROBLEM = dict(mod=("no",), qv=("no",))
+NEAR = ONE_PROBLEM | {
+    "mask": ("no", "bool", "float", "float32", "empty rows", "-inf in rows"),
+    "sinks": ("no", "normal", "-inf"),
+    "values": ("normal",),
+    **{f"{name}_layout": LAYOUTS[:-1] for name in ("q", "k", "v", "dout")},
+}
+# The gradient of a float32 mask would be rounded in a call of float64.
+IN_FLOAT64 = NEAR | dict(dtype=("float64",), mask=tuple(x for x in NEAR["mask"] if x != "float32"))
 FORMS = {"dense": DENSE, "packed": PACKED, "paged": PAGED, "selected": SELECTED, "cache": CACHE}
 SHORT = ("M", "N", "B", "D", "Dv", "dtype", "heads", "q_layout", "k_layout", "v_layout", "causal")
 SHORT += ("scale", "values", "way", "dout_layout", "small_layout", "small_dtype", "mask_shape")
@@ -221,6 +233,73 @@ def sparse():
         row["M"], row["N"] = (129, 300) if "mod" in (f, g) else next(sizes)
         if allowed(row):
             found.append(row)
+    return found
+
+
+# Kernels take rows and keys in parts, and an argument may begin or end at any edge of these.
+NUMBERS = {
+    "every": tuple(range(146)),
+    "edges": (0, 1, 15, 16, 17, 33, 63, 64, 65, 113, 127, 128, 129, 145),
+    "around": (191, 193, 255, 256, 257, 511, 512, 513, 529, 640, 641),  # blocks, a chunk of 512
+}
+
+
+def edges():
+    """Calls of one kind with sizes and bands at every such edge, and (nearly) all else plain: each
+    as (form, row). Values are those by which one key that leaks takes the row."""
+    found, dtypes = [], itertools.cycle(DENSE["dtype"])
+
+    def add(form="dense", **levels):
+        default = {name: some[0] for name, some in FORMS[form].items()}
+        plain = dict(values="leaks", dtype=next(dtypes), B=1) if form == "dense" else {}
+        found.append((form, default | plain | levels))
+
+    # Each number of keys of a sequence. In the oracle a padded batch is one call, a packed is many.
+    every = dict(sinks="200", softcap=4.0, mask="-inf in rows", alibi="BH")
+    for M, ns, given in itertools.product((1, 3, 20), ("every", "around"), ({}, every)):
+        common = dict(M=M, heads=(4, 2), lse="loss", N=NUMBERS[ns][-1])
+        fewer = "edges" if ns == "every" and (M > 1 or given) else ns
+        for form in ("packed", "paged"):
+            add(form, counts=fewer, widths=(24, 16), **common | given)
+        ns = "edges" if fewer == "edges" and M == 20 else ns
+        common |= dict(lengths=ns, B=len(NUMBERS[ns]), D=24, Dv=16)
+        add(**common | given)
+        if M < 20:
+            more = dict(sinks="200", block=16, lists="by head") if given else dict(block=4)
+            add("selected", named="every", **common | more)
+    for width in range(1, 71):  # as wide as there are rows
+        left = width * 7 % (width + 1)
+        add(M=width, N=75, window=(left, width - left))
+    # Diagonals at the edges of vectors of rows, and one to three keys after them.
+    for m, n in ((37, 37), (40, 41), (33, 35), (40, 45), (33, 48), (66, 131)):
+        add(M=m, N=n, Dv=23, causal="bottom_right")
+        add(M=m, N=n, Dv=23, causal="bottom_right", window=(9, 0))
+        add(M=m, N=n, Dv=23, window=(4, 7))
+    add(M=70, N=30, window=(9, 0))  # rows after the last key
+    for m, window in ((70, (5, 3)), (33, (130, 1)), (37, (255, 0)), (1, (66, 0)), (3, (301, 0))):
+        add(M=m, N=711, window=window, causal="bottom_right", heads=(2, 1))
+    for m, window in itertools.product((1, 4), ((3, 0), (0, 600), (None, 0))):  # chunks of no key
+        more = dict(causal="bottom_right", window=window, lengths="int64", heads=(2, 1), D=32)
+        add(M=m, N=1300, B=4, **more)
+    for m, heads in ((70, 2), (3, 4), (1, 6)):  # a maximum that grows from block to block
+        add(M=m, N=512, heads=(heads, heads), values="rising")
+    for n in range(61, 68):
+        add(M=37, N=n, values="rising")
+    # Few keys for many rows of grouped heads; heads that tasks of 2 to 4 heads do not divide.
+    add(M=300, N=40, heads=(4, 1), causal="top_left")
+    for given in (dict(causal="top_left", alibi="H"), dict(lengths="int64", sinks="normal"), {}):
+        add(M=10, N=300, B=2, heads=(10, 2), Dv=24, **given)
+    add(M=10, N=300, B=2, heads=(10, 2), mask="float32", mask_shape="HMN", dropout=0.3)
+    for heads in (64, 65):  # as many rows as one task takes, and more
+        add(M=2, N=130, heads=(heads, 1))
+    for m in (1, 37):  # tanh is nearly the identity
+        add(M=m, N=37, softcap=1e4, values="normal")
+    for n, shape, dtype in ((150, "MN", "float32"), (513, "BHMN", "bfloat16")):
+        for m in (9, 37, 129):  # a row sees no key of whole blocks, and its neighbours do
+            add(M=m, N=n, B=2, mask="stairs", mask_shape=shape, dtype=dtype, lse="loss")
+    # Draws of rows, keys, heads and items of a large index.
+    for sizes in (dict(M=70_000, N=4), dict(M=2, N=70_000), dict(B=300), dict(heads=(300, 300))):
+        add(**dict(M=3, N=4, D=2, Dv=2) | sizes, dropout=0.3, values="normal", dtype="float32")
     return found
 
 

@@ -34,10 +34,11 @@ def named(form, row, way):
     return "-".join([*words, way])
 
 
-def in_turn(form, rows):
+def in_turn(calls, without=None):
     """Each call on one instruction set: neighbours have different ones."""
-    for n, row in enumerate(rows):
-        if ways := checking.ways(row):  # the interpreter has no float64
+    for n, (form, row) in enumerate(calls):
+        # The interpreter has no float64.
+        if ways := [x for x in checking.ways(row) if x != without]:
             yield form, row, ways[n % len(ways)]
 
 
@@ -53,15 +54,27 @@ def agrees(*call):
 @not_interpreted
 @pytest.mark.parametrize(
     "form, row, way",
-    cases(x for form in factors.FORMS for x in in_turn(form, factors.rows(form, seed=SEED))),
+    cases(
+        call
+        for form in factors.FORMS
+        for call in in_turn((form, row) for row in factors.rows(form, seed=SEED))
+    ),
 )
 def test_pairs(form, row, way):
     agrees(form, row, way)
 
 
 @not_interpreted
-@pytest.mark.parametrize("form, row, way", cases(in_turn("dense", factors.sparse())))
+@pytest.mark.parametrize(
+    "form, row, way", cases(in_turn(("dense", row) for row in factors.sparse()))
+)
 def test_two_arguments_alone(form, row, way):
+    agrees(form, row, way)
+
+
+@not_interpreted
+@pytest.mark.parametrize("form, row, way", cases(in_turn(factors.edges(), without="reference")))
+def test_edges(form, row, way):
     agrees(form, row, way)
 
 
@@ -88,6 +101,14 @@ def by_turns(*lists):
 @parametrize("form, row, way", cases(by_turns(*map(small, factors.FORMS))), fast=30)
 def test_interpreted(form, row, way):
     agrees(form, row, way)
+
+
+@not_interpreted
+@pytest.mark.slow
+def test_edges_in_every_way():
+    for form, row in factors.edges():
+        for way in checking.ways(row):
+            agrees(form, row, way)
 
 
 @not_interpreted

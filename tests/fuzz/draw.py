@@ -55,19 +55,10 @@ def row(rng, form, most=150, **fixed):
 
 def problem(rng, dtype, most=150, far=True, **fixed):
     """A dense call as a `Problem`. far: whether scores may be far from zero."""
-    fixed |= dict(mod=("no",), qv=("no",))
-    if not far:
-        masks = ("no", "bool", "float", "float32", "empty rows", "-inf in rows")
-        if dtype == torch.float64:  # the gradient of a float32 mask would be rounded
-            masks = tuple(x for x in masks if x != "float32")
-        fixed |= dict(mask=masks, sinks=("no", "normal", "-inf"), values=("normal",))
-        # Passes are called as backends have them, on plain memory, and torch's forward mode refuses
-        # views that are negated when they are read.
-        plain = tuple(x for x in factors.LAYOUTS if x != "negated")
-        fixed |= {f"{name}_layout": plain for name in ("q", "k", "v", "dout")}
+    near = factors.IN_FLOAT64 if dtype == torch.float64 else factors.NEAR
+    fixed |= factors.ONE_PROBLEM if far else near
     kind = next(name for name, x in DTYPES.items() if x == dtype)
-    drawn = row(rng, "dense", most, dtype=(kind,), **fixed)
-    return calls.dense(drawn).pieces[0].problem
+    return calls.problem(row(rng, "dense", most, **fixed | dict(dtype=(kind,))))
 
 
 def some(rng, names):

@@ -1,56 +1,45 @@
-"""First and second derivatives compared with finite differences, for every feature and every pair;
+"""Forward mode and second derivatives of calls, against torch's derivatives of the oracle; vmap;
 and `attention_jvp`, with the derivatives of its results."""
 
 import inspect
+import random
 from functools import partial
 
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.autograd import gradcheck, gradgradcheck
 from torch.func import jvp, vmap
 
 import fastattn
 from fastattn.call.spec import DIFFERENTIABLE
-from tests.support.cases import PAIRS, PLAIN, SINGLES, build, name_of, square
+from tests.features import calls, factors
+from tests.fuzz import parts
 from tests.support.marks import parametrize
 from tests.torch_api.test_transforms import ABLE, EVERYTHING, K, Q, U, V, X, close, leaves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_able = pytest.mark.parametrize("name", ABLE)
-DIMS = square(1, 2, 3, 2)
-
-
-def function_of(problem, name):
-    """(f, tensors): f maps tensors that have gradients to out and, where finite, the LSE."""
-    given = problem.tensors() | dict(return_lse=True, backend=name)
-    tensors = [given[x].contiguous().requires_grad_() for x in problem.needs_grad]
-
-    def f(*tensors):
-        call = given | dict(zip(problem.needs_grad, tensors))
-        q, k, v = (call.pop(x) for x in "qkv")
-        out, lse = fastattn.attention(q, k, v, **call)
-        return out, torch.where(lse == -torch.inf, 0.0, lse)
-
-    return f, tensors
+ROWS = factors.rows(
+    "dense",
+    **factors.IN_FLOAT64,
+    **dict(M=(5, 1, 9), N=(7, 1, 18), D=(3, 1, 8), Dv=(3, 1, 5), B=(2, 1), heads=((2, 2), (3, 1))),
+    **dict(row_invariant=(False,), way=("any",), grad=("all",), lse=("loss",)),
+)
 
 
 @every_able
-@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=1)
-def test_features(name, features):
-    """Forward and reverse mode, reverse over reverse and forward over reverse, by element."""
-    f, tensors = function_of(build(DIMS, features, torch.float64), name)
-    assert gradcheck(f, tensors, check_forward_ad=True, check_batched_forward_grad=False)
-    assert gradgradcheck(f, tensors, check_fwd_over_rev=True)
+@parametrize("row", ROWS, fast=40)
+def test_derivatives(name, row):
+    """Forward mode, and forward over reverse: those of torch through the oracle."""
+    problem = calls.problem(row)
+    given = problem.tensors() | dict(return_lse=True)
+    parts.same_derivatives(random.Random(0), given, problem.needs_grad, name)
 
 
-@every_able
-@parametrize("features", PAIRS, ids=name_of, fast=5)
-def test_pairs_of_features(name, features):
-    """The same along random directions."""
-    f, tensors = function_of(build(DIMS, features, torch.float64), name)
-    assert gradcheck(f, tensors, check_forward_ad=True, fast_mode=True)
-    assert gradgradcheck(f, tensors, check_fwd_over_rev=True, fast_mode=True)
+@parametrize("seed", range(100), fast=30)
+def test_vmap(seed):
+    """Over some of a call's tensors, of it and of its gradients."""
+    parts.PARTS["vmapped"](random.Random(seed))
 
 
 # ----------------------------------------------------------------------------------- attention_jvp

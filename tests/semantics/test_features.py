@@ -13,11 +13,9 @@ from fastattn.call import spec
 from tests.support.backends import (
     DECLARED,
     FUSED,
-    declares,
     every_backend,
     every_dtype,
     everywhere,
-    not_interpreted,
     passed,
     small,
     thinned,
@@ -30,9 +28,7 @@ from tests.support.cases import (
     Dims,
     build,
     name_of,
-    square,
 )
-from tests.support.edge_cases import SLICES
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
 
@@ -60,14 +56,6 @@ def test_a_feature_that_a_backend_does_not_name_is_declined(name):
     assert base.get(name).support.why_not(call) == [f"does not support feature {later:#x}"]
 
 
-@not_interpreted
-@every_backend
-@parametrize("which, dtype", list(itertools.product(SLICES, DECLARED)), fast=8)
-def test_edge_cases(name, which, dtype):
-    """Sizes that the other cases do not have."""
-    run_all(name, SLICES[which](DTYPES[dtype]))
-
-
 @every_backend
 @parametrize("group, dtype", thinned(range(10), DECLARED), fast=7)
 def test_every_head_dim(name, dtype, group):
@@ -91,17 +79,6 @@ def test_large_head_dims(name, dtype, dim):
         build(Dims(1, 2, 1, 35, 70, d, dv), (FEATURE["causal"],), DTYPES[dtype]) for d, dv in sizes
     ]
     run_all(name, problems)
-
-
-@every_dtype
-@every_backend
-@pytest.mark.parametrize("p", [0.01, 0.5, 0.99, 1.0])
-def test_dropout_rates(name, dtype, p):
-    declares(name, DTYPES[dtype])
-    features = (FEATURE["dropout"], FEATURE["gqa"], FEATURE["lse_loss"])
-    problem = build(square(2, 2, 70, 8), features, DTYPES[dtype])
-    problem.kwargs["dropout_p"] = p
-    run_all(name, [problem])
 
 
 EMPTY = {

@@ -15,8 +15,7 @@ from tests.support.backends import (
     variant,
     variants,
 )
-from tests.support.cases import FEATURE, FEATURES, PLAIN, Dims, build, name_of
-from tests.support.edge_cases import inside_nan
+from tests.support.cases import FEATURE, FEATURES, PLAIN, Dims, build, inside_nan, name_of
 from tests.support.error_budget import Verdict, one_thread
 from tests.support.marks import parametrize
 

@@ -14,6 +14,7 @@ from fastattn.backends.shared import per_sequence
 from fastattn.call import packed_layout
 from fastattn.call.spec import Feature, Tangents
 from fastattn.call.validation import describe
+from tests.features import calls, factors
 from tests.semantics.test_features import EMPTY
 from tests.semantics.test_packed import batch
 from tests.support.backends import (
@@ -31,12 +32,9 @@ from tests.support.backends import (
 from tests.support.cases import (
     DTYPES,
     FEATURE,
-    FEATURES,
     PLAIN,
-    SINGLES,
     Dims,
     build,
-    name_of,
     square,
 )
 from tests.support.marks import parametrize
@@ -44,25 +42,28 @@ from tests.support.tangents import complaints, directions, exact, passes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPES = small(
-    (square(1, 2, 5, 3), Dims(2, 2, 2, 70, 150, 17, 17)),
-    (square(1, 2, 5, 3), square(2, 2, 23, 7)),
+SHAPE = small(Dims(2, 2, 2, 70, 150, 17, 17), square(2, 2, 23, 7))
+SIZES = small(
+    dict(M=(5, 1, 17, 70), N=(9, 1, 33, 150), D=(3, 17, 64), Dv=(17, 1, 40), B=(2, 1)),
+    dict(M=(5, 1), N=(9, 1), D=(3, 17), Dv=(17, 1), B=(2, 1)),
 )
+SIZES |= dict(row_invariant=(False,), way=("any",), grad=("all",))
+NARROW = tuple(x for x in DECLARED if x != "float64")
+ROWS = factors.rows("dense", **factors.NEAR | SIZES | dict(dtype=NARROW))
+IN_FLOAT64 = factors.rows("dense", **factors.IN_FLOAT64 | SIZES)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="no test of Triton")
-@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=31)
-def test_the_reference_has_the_oracles_tangents(features):
-    for dims in (square(1, 2, 5, 3), square(2, 2, 23, 7)):
-        problem = build(dims, features, torch.float64)
-        moves, *incoming = directions(problem)
-        wanted = exact(problem, moves, *incoming)
-        for known in (True, False):
-            found = passes("reference", problem, moves, *incoming, known=known)
-            assert found.keys() == wanted.keys()
-            for name, x in wanted.items():
-                assert found[name].shape == x.shape and found[name].isfinite().all()
-                assert (found[name] - x).abs().max() <= 1e-12 * max(1, x.abs().max()), name
+@every_backend
+@parametrize("row", ROWS + IN_FLOAT64 * (not INTERPRETED), fast=30)
+def test_rows(name, row):
+    declares(name, DTYPES[row["dtype"]], Feature.TANGENTS)
+    run_all(name, [calls.problem(row)])
+
+
+@not_interpreted
+@parametrize("row", IN_FLOAT64, fast=30)
+def test_the_reference(row):
+    run_all("reference", [calls.problem(row)])
 
 
 def everywhere(name, problem, only=None):
@@ -84,58 +85,6 @@ def agree(found, expected, tolerance=1e-5):
 
 def run_all(name, problems):
     passed([line for problem in problems for line in everywhere(name, problem)])
-
-
-@every_dtype
-@every_backend
-@parametrize("features", [PLAIN, *SINGLES], ids=name_of, fast=2)
-def test_features(name, dtype, features):
-    declares(name, DTYPES[dtype], Feature.TANGENTS)
-    run_all(name, [build(dims, features, DTYPES[dtype]) for dims in SHAPES])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="Triton declares no torch.float64")
-def test_the_worst_error_in_float64():
-    """The worst error of both passes over all features, relative to each result; -s prints it."""
-    worst = (0.0, "", "")
-    for features, dims in itertools.product([PLAIN, *SINGLES], SHAPES):
-        problem = build(dims, features, torch.float64)
-        given = directions(problem)
-        wanted = exact(problem, *given)
-        for name, x in passes("cpu", problem, *given, known=False).items():
-            error = (x - wanted[name]).abs().max() / max(1.0, wanted[name].abs().max())
-            assert error.isfinite(), (name, problem.name)
-            worst = max(worst, (float(error), name, problem.name))
-    print(f"worst error in float64: {worst[0]:.1e} in {worst[1]} of {worst[2]}")
-    assert worst[0] < 1e-13
-
-
-# Groups of features that these passes treat separately, tested in pairs.
-OWN = (
-    "softcap",
-    "dropout",
-    "sinks",
-    "mask",
-    "heads",
-    "lengths",
-    "causal",
-    "window",
-    "lse",
-    "values",
-)
-PAIRS = [
-    pair
-    for pair in itertools.combinations([x for x in FEATURES if x.group in OWN], 2)
-    if pair[0].group != pair[1].group
-]
-
-
-@every_backend
-@parametrize("features, dtype", list(zip(PAIRS, itertools.cycle(DECLARED))), ids=name_of, fast=12)
-def test_pairs_of_features(name, dtype, features):
-    declares(name, DTYPES[dtype], Feature.TANGENTS)
-    run_all(name, [build(SHAPES[1], features, DTYPES[dtype])])
 
 
 @every_backend
@@ -189,18 +138,6 @@ def test_an_absent_tangent_is_zero(name, only):
     passed(list(everywhere(name, problem, only)))
 
 
-@every_backend
-def test_forwards_results_change_nothing(name):
-    """Tangents agree whether out and the normaliser are given or recomputed."""
-    declares(name, torch.float32, Feature.TANGENTS)
-    problem = build(SHAPES[1], EVERYTHING, torch.float32)
-    given = directions(problem)
-    for isa in variants(name):
-        with variant(isa):
-            known, made = (passes(name, problem, *given, known=x) for x in (True, False))
-            agree(known, made, 1e-4)
-
-
 @not_interpreted
 @every_backend
 def test_threads_change_no_bit(name, threads):
@@ -216,33 +153,6 @@ def test_threads_change_no_bit(name, threads):
                     threads(count)
                     found = passes(name, problem, *given)
                     assert all(torch.equal(found[x], y) for x, y in first.items()), isa
-
-
-@every_backend
-@pytest.mark.parametrize("seed", range(small(12, 4)))
-def test_jvp_is_the_adjoint_of_backward(name, seed):
-    """<u, J v> = <J' u, v> on random calls."""
-    dtype = max((x for x in base.get(name).support.dtypes), key=lambda x: x.itemsize)
-    declares(name, dtype, Feature.TANGENTS)
-    draw = torch.Generator().manual_seed(seed)
-    groups = [x for x in OWN if torch.rand((), generator=draw) < 0.5]
-    features = []
-    for group in groups:
-        choice = [x for x in FEATURES if x.group == group and x.name != "float_mask"]
-        features.append(choice[int(torch.randint(len(choice), (), generator=draw))])
-    problem = build(SHAPES[1], features, dtype)
-    problem.kwargs["return_lse"] = True
-    problem.dlse = torch.randn(problem.q.shape[:3], generator=draw, dtype=dtype)
-    moves, *_ = directions(problem)
-    run, (spec, t) = base.get(name), call(problem)
-    if "key_lengths" in problem.kwargs:  # past the lengths k and v may be NaN
-        t = t._replace(k=t.k.nan_to_num(0), v=t.given("v").nan_to_num(0))
-    out, normaliser, out_t, lse_t = run.jvp(spec, t, Tangents(**moves))
-    grads = run.backward(spec, t, out, normaliser, problem.dout, problem.dlse, problem.needs_grad)
-    there = (problem.dout * out_t).sum() + (problem.dlse * lse_t).sum()
-    back = sum((grads[x] * moves[x]).nan_to_num(0).sum() for x in problem.needs_grad)
-    size = sum((grads[x] * moves[x]).nan_to_num(0).abs().sum() for x in problem.needs_grad)
-    assert abs(there - back) <= 64 * torch.finfo(dtype).eps * size, name_of(features)
 
 
 def call(problem):
@@ -343,7 +253,7 @@ def test_huge_logits(name, dtype, size):
 @every_backend
 def test_a_saturated_softcap_has_zero_tangent(name, dtype):
     declares(name, DTYPES[dtype], Feature.TANGENTS)
-    problem = build(SHAPES[1], (FEATURE["softcap"],), DTYPES[dtype])
+    problem = build(SHAPE, (FEATURE["softcap"],), DTYPES[dtype])
     problem.q = problem.q.sign() * 3e3
     problem.k = problem.k.sign()
     for isa in variants(name, DTYPES[dtype]):

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import fastattn
+from fastattn.call.spec import Feature
+from tests.features import calls, factors
 from tests.support.backends import (
-    DECLARED,
+    declares,
     every_backend,
     passed,
     small,
@@ -20,7 +22,7 @@ from tests.support.backends import (
     variant,
     variants,
 )
-from tests.support.cases import DTYPES, FEATURE, FEATURES, PAIRS, PLAIN, build, name_of, square
+from tests.support.cases import DTYPES, FEATURE, FEATURES, PLAIN, build, square
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
 
@@ -28,9 +30,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WITHOUT_V = [f for f in FEATURES if f.group not in ("values", "lse", "dout")]
 MEANS = ["per_head", "mean"]
 ALONE = [PLAIN, *((f,) for f in WITHOUT_V)]
-TOGETHER = [pair for pair in PAIRS if all(f in WITHOUT_V for f in pair)][::5]
-SHAPES = (square(2, 2, 7, 3), square(2, 2, 35, 17), square(1, 2, 150, 32))
-SHAPES = small(SHAPES, (square(2, 2, 7, 3), square(1, 2, 35, 17)))
+# Weights are the output of these calls, with v of N columns. In the interpreter, of fewer sizes.
+ROWS = factors.rows(
+    "dense",
+    **factors.ONE_PROBLEM,
+    **small(
+        dict(M=(17, 1, 4, 9, 65, 129), N=(33, 1, 16, 65, 129), D=(16, 1, 3, 33, 64)),
+        dict(M=(17, 1), N=(33, 1), D=(16, 3), dtype=("float32", "bfloat16")),
+    ),
+    **dict(B=(2, 1), Dv=(1,), lse=("no",), v_layout=("contiguous",), dout_layout=("contiguous",)),
+    **dict(row_invariant=(False,), way=("any",), grad=("all",)),
+)
 
 
 def with_identity(problem, average):
@@ -79,19 +89,12 @@ def about_weights(name, problem, average):
     return found
 
 
-def title(value):
-    return value if isinstance(value, str) else name_of(value)
-
-
 @every_backend
-@parametrize(
-    "features, mean, dtype", thinned(ALONE + TOGETHER, MEANS, DECLARED), ids=title, fast=31
-)
-def test_weights(name, features, mean, dtype):
-    average = mean == "mean"
-    sizes = SHAPES if len(features) < 2 else SHAPES[1:2]
-    problems = [build(dims, features, DTYPES[dtype]) for dims in sizes]
-    passed([line for x in problems for line in about_weights(name, x, average)])
+@parametrize("n, row", enumerate(ROWS), fast=40)
+def test_weights(name, n, row):
+    """Every second mean over heads."""
+    declares(name, DTYPES[row["dtype"]], Feature.WEIGHTS)
+    passed(about_weights(name, calls.problem(row), average=n % 2 == 1))
 
 
 def of_constant_lse(problem, average):
@@ -115,10 +118,10 @@ def of_constant_lse(problem, average):
 
 
 @every_backend
-@pytest.mark.parametrize("features, mean", thinned(ALONE, MEANS), ids=title)
+@pytest.mark.parametrize("features, mean", thinned(ALONE, MEANS), ids=str)
 def test_a_given_lse_is_a_constant(name, features, mean):
     average = mean == "mean"
-    problem = with_identity(build(SHAPES[1], features, torch.float32), average)
+    problem = with_identity(build(square(2, 2, 35, 17), features, torch.float32), average)
     verdict, lse = of_constant_lse(problem, average)
     found = []
     for isa in variants(name, problem.q.dtype):

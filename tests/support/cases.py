@@ -288,6 +288,31 @@ def spoil_tail(x, key_lengths):
     return x
 
 
+def inside_nan(x):
+    """The values of x, with NaN before and after the keys of each head."""
+    wide = torch.full((*x.shape[:2], x.shape[2] + 80, x.shape[3]), torch.nan, dtype=x.dtype)
+    wide[:, :, 40:-40] = x
+    return wide[:, :, 40:-40]
+
+
+def with_nan_behind(problem, lengths):
+    """The problem with NaN for keys and values at and past these lengths, one for each item."""
+    k, v = problem.k.clone(), problem.v.clone()
+    for b, length in enumerate(lengths.tolist()):
+        k[b, :, length:] = v[b, :, length:] = torch.nan
+    return replace(problem, k=k, v=v)
+
+
+def expanded(problem):
+    """The problem with keys of one head, and values and queries of one item, by strides of 0."""
+    return replace(
+        problem,
+        k=problem.k[:, :1].expand_as(problem.k),
+        v=problem.v[:1].expand_as(problem.v),
+        q=problem.q[:1].expand_as(problem.q),
+    )
+
+
 def negative_logits(problem):
     """The same problem with every logit near -32, so that one leaked zero logit decides the row.
 

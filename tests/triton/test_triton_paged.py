@@ -11,8 +11,7 @@ from tests.kv_cache.test_cache import Model
 from tests.semantics.test_packed import FEW, batch
 from tests.semantics.test_paged import in_pages
 from tests.support.backends import INTERPRETED, every_backend
-from tests.support.cases import DTYPES, FEATURE, PLAIN, name_of
-from tests.support.edge_cases import inside_nan
+from tests.support.cases import DTYPES, FEATURE, PLAIN, inside_nan, name_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 if not INTERPRETED:

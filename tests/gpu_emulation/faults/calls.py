@@ -16,8 +16,7 @@ from tests.gpu_emulation import emulated, runtime
 from tests.gpu_emulation.emulated import everywhere
 from tests.gpu_emulation.ptx import ours
 from tests.semantics.test_weights import about_weights
-from tests.support.cases import FEATURE, Dims, build
-from tests.support.edge_cases import with_nan_behind
+from tests.support.cases import FEATURE, Dims, build, with_nan_behind
 from tests.support.error_budget import Verdict
 
 from . import builds, table

@@ -15,8 +15,18 @@ from tests.gpu_emulation.ptx import ours
 from tests.semantics.test_packed import batch, complaints
 from tests.semantics.test_paged import in_pages
 from tests.support.backends import passed
-from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
-from tests.support.edge_cases import expanded, with_nan_behind
+from tests.support.cases import (
+    DTYPES,
+    FEATURE,
+    PLAIN,
+    SINGLES,
+    Dims,
+    build,
+    expanded,
+    name_of,
+    square,
+    with_nan_behind,
+)
 from tests.support.error_budget import Verdict
 
 pytestmark = [

@@ -16,8 +16,16 @@ from tests.gpu_emulation.tests.test_ptx_sm90 import around, on_hopper, reasons, 
 from tests.semantics.test_packed import batch, complaints
 from tests.support import large_logits
 from tests.support.backends import passed
-from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of
-from tests.support.edge_cases import with_nan_behind
+from tests.support.cases import (
+    DTYPES,
+    FEATURE,
+    PLAIN,
+    SINGLES,
+    Dims,
+    build,
+    name_of,
+    with_nan_behind,
+)
 from tests.support.error_budget import Verdict
 
 pytestmark = [
