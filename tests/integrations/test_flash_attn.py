@@ -1,4 +1,4 @@
-"""`fastattn.flash_attn`'s functions equal flash-attn 2.8's: each argument alone and in pairs,
+"""`fastattn.flash_attn`'s functions equal flash-attn 2.8's: each argument alone and many together,
 packed or not, forward and backward, compared with an oracle by flash-attn's documentation."""
 
 import inspect
@@ -7,10 +7,8 @@ import itertools
 import pytest
 import torch
 
-import fastattn
 from fastattn import flash_attn as fa
 from tests.support import flash_attn_oracle as oracle
-from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,12 +28,16 @@ ARGUMENTS = {
     "scale": lambda B: dict(softmax_scale=0.7),
     "sinks": lambda B: dict(s_aux=torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)),
 }
-PAIRS = [
-    pair
-    for n in range(3)
-    for pair in itertools.combinations(ARGUMENTS, n)
-    if len({key for name in pair for key in ARGUMENTS[name](1)}) == n  # a call has one window
+
+
+TOGETHER = [
+    ("causal", "softcap", "alibi_of_items", "scale", "sinks"),
+    ("causal", "left", "softcap", "alibi", "scale", "sinks"),
+    ("window", "softcap", "alibi_of_items", "scale", "sinks"),
 ]
+every_argument = pytest.mark.parametrize(
+    "names", [(), *((x,) for x in ARGUMENTS), *TOGETHER], ids=lambda x: "-".join(x) or "plain"
+)
 
 
 def random(*shape, dtype=torch.float64, seed=0):
@@ -81,7 +83,7 @@ def leaves_of(tensors, arguments):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@parametrize("names", PAIRS, ids=lambda x: "-".join(x) or "plain", fast=43)
+@every_argument
 def test_dense(names, size):
     M, N = SIZES[size]
     tensors, arguments = drawn((2, M, H, D), (2, N, HK, D), (2, N, HK, 6)), given(names, 2)
@@ -91,7 +93,7 @@ def test_dense(names, size):
     assert torch.equal(fa.flash_attn_func(*tensors, **arguments), out)
 
 
-@pytest.mark.parametrize("names", PAIRS, ids=lambda x: "-".join(x) or "plain")
+@every_argument
 def test_packed(names):
     cu_q, cu_k = offsets(ROWS), offsets(KEYS)
     T, S = int(cu_q[-1]), int(cu_k[-1])
@@ -104,19 +106,6 @@ def test_packed(names):
     expected = oracle.varlen(*tensors, cu_q, cu_k, **arguments)
     agree((out, lse), expected, leaves_of(tensors, arguments))
     assert torch.equal(fa.flash_attn_varlen_func(*tensors, *where, **arguments), out)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("names", [(), ("causal", "left"), ("alibi", "softcap")], ids=str)
-def test_dtypes(names, dtype):
-    tensors, arguments = drawn((2, 9, H, D), (2, 33, HK, D), (2, 33, HK, D)), given(names, 2)
-    tensors = [x.to(dtype).detach() for x in tensors]
-    out, lse, _ = fa.flash_attn_func(*tensors, return_attn_probs=True, **arguments)
-    expected = oracle.dense(*tensors, **arguments)
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    tolerance = {torch.float32: 2e-6}.get(dtype, 2 * torch.finfo(dtype).eps)
-    torch.testing.assert_close(out.double(), expected[0], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("names", [(), ("causal",), ("window", "alibi")], ids=str)
@@ -146,19 +135,6 @@ def test_stacked_forms(names):
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, qkv)[0])
 
 
-def test_gradcheck_of_a_packed_batch():
-    cu_q, cu_k = offsets([3, 0, 1, 4]), offsets([2, 3, 0, 5])
-    tensors = drawn((8, 2, 3), (10, 1, 3), (10, 1, 2))
-    sinks = torch.tensor([0.2, -0.4], dtype=torch.float64, requires_grad=True)
-    for arguments in (dict(causal=True, softcap=2.0), dict(window_size=(1, 2))):
-
-        def call(q, k, v, s_aux, arguments=arguments):
-            where = cu_q, cu_k, 4, 5
-            return fa.flash_attn_varlen_func(q, k, v, *where, s_aux=s_aux, **arguments)
-
-        assert torch.autograd.gradcheck(call, (*tensors, sinks))
-
-
 @pytest.mark.parametrize("names", [(), ("causal",), ("window", "sinks"), ("alibi",)], ids=str)
 @pytest.mark.parametrize("form", ["dense", "packed"])
 def test_S_dmask_marks_the_dropped_weights(form, names):
@@ -186,15 +162,6 @@ def test_S_dmask_marks_the_dropped_weights(form, names):
     torch.manual_seed(0)
     again = function(*tensors, *where, dropout_p=p, return_attn_probs=True, **arguments)
     assert all(torch.equal(x, y) for x, y in zip((out, lse, S), again))
-
-
-def test_empty_rows_are_zero_and_their_lse_is_minus_infinity():
-    q, k, v = drawn((1, 5, H, D), (1, 2, H, D), (1, 2, H, D))
-    out, lse, _ = fa.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-    assert not out[0, :3].any() and (lse[0, :, :3] == -torch.inf).all()
-    assert out[0, 3:].all() and lse[0, :, 3:].isfinite().all()
-    for x in torch.autograd.grad(out.sum() + lse[0, :, 3:].sum(), (q, k, v)):
-        assert x.isfinite().all()
 
 
 @pytest.mark.parametrize("softcap", [0.0, 0, -1.0, None])
@@ -337,9 +304,3 @@ def test_a_gradient_of_the_lse():
     expected = oracle.dense(q, k, v, causal=True)[1].sum()
     for x, y in zip(torch.autograd.grad(lse.sum(), (q, k)), torch.autograd.grad(expected, (q, k))):
         torch.testing.assert_close(x, y)
-
-
-def test_the_result_equals_fastattn_attention():
-    q, k, v = (random(2, 17, H, D) for _ in range(3))
-    out = fastattn.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal="bottom_right")
-    assert torch.equal(fa.flash_attn_func(q, k, v, causal=True), out.transpose(1, 2))

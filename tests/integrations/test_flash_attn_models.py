@@ -8,24 +8,22 @@ import pytest
 import torch
 
 from fastattn import flash_attn as fa
-from tests.support.transformers_families import EXPERTS, GROUPED, LOCAL, SIZES
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 if importlib.util.find_spec("flash_attn") is not None:
     pytest.skip("the real flash_attn is installed", allow_module_level=True)
 
+from tests.integrations.test_integration_transformers import outputs_and_gradients, worst
+from tests.support.transformers_families import FAMILY, inputs, text
+from tests.support.transformers_families import made as made_of
+
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "installed"),
     pytest.mark.filterwarnings("ignore"),  # of transformers itself
 ]
-MODELS = {  # name -> (config changes, the implementation to compare with)
-    "Llama": (GROUPED, "sdpa"),
-    "Qwen3": (GROUPED, "sdpa"),
-    "Mistral": (GROUPED | dict(sliding_window=8), "sdpa"),
-    "Gemma2": (GROUPED | dict(sliding_window=8, attn_logit_softcapping=0.5), "eager"),
-    "GptOss": (GROUPED | EXPERTS | LOCAL, "eager"),
-}
+# The implementation to compare with. That of sdpa has no softcap and no sinks.
+MODELS = dict.fromkeys(("Llama", "Qwen3", "Mistral"), "sdpa") | dict(Gemma2="eager", GptOss="eager")
 
 
 @pytest.fixture(scope="module")
@@ -56,66 +54,34 @@ def calls(monkeypatch):
 
 
 def made(name, monkeypatch=None):
-    import transformers
-
-    changes, _ = MODELS[name]
-    config = getattr(transformers, f"{name}Config")(**SIZES | changes, dtype=torch.float32)
-    kind = getattr(transformers, f"{name}ForCausalLM")
-    if kind._compatible_flash_implementations:  # gpt-oss lists those that had sinks earlier
-        monkeypatch.setattr(kind, "_compatible_flash_implementations", None)
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    for x in model.parameters():  # parameters that start as 0 or 1 would hide errors
-        torch.nn.init.normal_(x, 0.0 if x.ndim > 1 else 0.5, 0.2)
+    model = made_of(FAMILY[name])
+    if model._compatible_flash_implementations:  # gpt-oss lists those that had sinks earlier
+        monkeypatch.setattr(type(model), "_compatible_flash_implementations", None)
     return model
 
 
-def padded(left=True, rows=3, length=24):
-    torch.manual_seed(1)
-    ids, mask = torch.randint(1, 97, (rows, length)), torch.ones(rows, length, dtype=torch.long)
-    for b, n in enumerate((0, 7, 15)):
-        mask[b, slice(0, n) if left else slice(length - n, None)] = 0
-    return ids.masked_fill(mask == 0, 0), mask
-
-
-def logits_and_gradients(model, ids, mask):
-    labels = ids.masked_fill((mask == 0) | (mask.cumsum(1) <= 1), -100)  # no loss before a token
-    model.zero_grad()
-    found = model(ids, attention_mask=mask, labels=labels)
-    found.loss.backward()
-    return found.logits.detach(), {n: x.grad for n, x in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients(name, monkeypatch, calls):
-    model, (_, other) = made(name, monkeypatch), MODELS[name]
-    for mask_of, function in ((padded()[1], "_flash_varlen_fn"), (None, "_flash_fn")):
-        ids, mask = padded()
-        mask = torch.ones_like(mask) if mask_of is None else mask
-        results = []
-        for implementation in ("flash_attention_2", other):
-            model.set_attn_implementation(implementation)
-            assert model.config._attn_implementation == implementation
-            before = dict(calls)
-            results.append(logits_and_gradients(model, ids, mask))
-            layers = SIZES["num_hidden_layers"] if implementation == "flash_attention_2" else 0
-            assert calls[function] - before[function] == layers
-        (logits, gradients), (expected, exact) = results
-        real = mask.bool()
-        torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-4)
-        for x in exact:
-            if exact[x] is not None:
-                worst = (gradients[x] - exact[x]).abs().max() / exact[x].abs().max().clamp(min=1e-3)
-                assert worst < 1e-4, (x, worst)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", [*MODELS, "Bert"])
+def test_logits_and_gradients(name, padding, monkeypatch, calls):
+    model, given = made(name, monkeypatch), inputs(FAMILY[name], padding)
+    function = "_flash_fn" if padding == "none" else "_flash_varlen_fn"
+    logits, gradients = outputs_and_gradients(model, given, "flash_attention_2")
+    assert {x: n for x, n in calls.items() if n} == {function: model.config.num_hidden_layers}
+    expected, exact = outputs_and_gradients(model, given, MODELS.get(name, "sdpa"))
+    assert calls[function] == model.config.num_hidden_layers
+    real = given["attention_mask"].bool()
+    torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-4)
+    assert gradients.keys() == exact.keys()
+    for x, y in exact.items():
+        assert worst(gradients[x], y, 1e-3) < 1e-4, x
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generate(name, monkeypatch, calls):
     """Prefill, then generation row by row with a cache and left padding."""
-    model, (_, other) = made(name, monkeypatch), MODELS[name]
-    ids, mask = padded()
+    model, (ids, mask) = made(name, monkeypatch), text("left")
     tokens = []
-    for implementation in ("flash_attention_2", other):
+    for implementation in ("flash_attention_2", MODELS[name]):
         model.set_attn_implementation(implementation)
         given = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
         tokens.append(model.generate(ids, attention_mask=mask, **given))
@@ -126,32 +92,11 @@ def test_generate(name, monkeypatch, calls):
     )  # a sliding window drops the padding
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_bert(left, calls):
-    from transformers import BertConfig, BertModel
-
-    model = BertModel(BertConfig(**SIZES, dtype=torch.float32)).eval()
-    ids, mask = padded(left)
-    results = []
-    for implementation in ("flash_attention_2", "sdpa"):
-        model.set_attn_implementation(implementation)
-        model.zero_grad()
-        hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
-        hidden.square().mean().backward()
-        gradients = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
-        results.append((hidden.detach(), gradients))
-    torch.testing.assert_close(*(x for x, _ in results), rtol=1e-4, atol=1e-4)
-    assert calls["_flash_varlen_fn"] == SIZES["num_hidden_layers"]
-    for x, y in results[1][1].items():
-        torch.testing.assert_close(results[0][1][x], y, rtol=1e-3, atol=1e-5)
-
-
 def test_attention_dropout_is_drawn_and_repeats():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**SIZES, attention_dropout=0.3, dtype=torch.float32)
-    config._attn_implementation = "flash_attention_2"
-    model, (ids, mask) = LlamaForCausalLM(config).train(), padded()
+    model, (ids, mask) = made("Llama"), text("left")
+    model.set_attn_implementation("flash_attention_2")
+    for layer in model.train().model.layers:
+        layer.self_attn.attention_dropout = 0.3
     draws = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)

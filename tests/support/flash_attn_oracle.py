@@ -1,13 +1,16 @@
 """flash-attn 2.8 by its documentation, in float64, one sequence at a time.
 
-No code of fastattn is used: row positions follow the docstrings of flash_attn_interface.py, a cache
-is read key by key, and rotations are complex numbers.
+It shares no code with fastattn's kernels and oracle: the last row is aligned with the last key, as
+the docstrings of flash_attn_interface.py say, a cache is read key by key, and rotations are complex
+numbers.
 """
 
-import math
 from itertools import pairwise
 
 import torch
+
+from fastattn import Place
+from tests.support.naive import baseline
 
 
 def one(
@@ -24,33 +27,22 @@ def one(
     dropout_p=0.0,
     kept=None,
 ):
-    """q (M,H,D), k (N,Hk,D), v (N,Hk,Dv), slopes (H,): out (M,H,Dv), lse (H,M), p (H,M,N)."""
-    q, k, v = q.double(), k.double(), v.double()
-    (M, H, D), N = q.shape, k.shape[0]
-    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    s = torch.einsum("ihd,jhd->hij", q, k) * (softmax_scale or 1 / math.sqrt(D))
-    if softcap > 0:
-        s = softcap * torch.tanh(s / softcap)
-    i, j = torch.arange(M)[:, None] + N - M, torch.arange(N)[None]
-    if alibi_slopes is not None:
-        s = s - alibi_slopes.double()[:, None, None] * (i - j).abs()
-    seen = torch.ones(M, N, dtype=torch.bool)
-    left, right = window_size
-    if causal:
-        seen &= j <= i
-    if left >= 0:
-        seen &= j >= i - left
-    if right >= 0:
-        seen &= j <= i + right
-    sink = q.new_full((H,), -math.inf) if s_aux is None else s_aux.double()
-    logits = torch.cat([s.masked_fill(~seen, -math.inf), sink[:, None, None].expand(H, M, 1)], -1)
-    empty = (logits == -math.inf).all(-1)
-    safe = logits.masked_fill(empty[..., None], 0)  # avoids NaN in the derivative
-    lse = safe.logsumexp(-1)
-    p = (safe - lse[..., None]).exp().masked_fill(empty[..., None], 0)[..., :-1]
-    dropped = p if kept is None else p * kept / (1 - dropout_p)
-    out = torch.einsum("hij,jhd->ihd", dropped, v)
-    return out, lse.masked_fill(empty, -math.inf), p
+    """q (M,H,D), k (N,Hk,D), v (N,Hk,Dv), slopes (H,): out (M,H,Dv), lse (H,M)."""
+    q, k, v = (x.double().transpose(0, 1)[None] for x in (q, k, v))
+    given = dict(
+        scale=softmax_scale,
+        causal=causal,
+        window=[None if n < 0 else n for n in window_size],
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=s_aux,
+        place=Place(bottom_right=True),
+    )
+    out, lse = baseline(q, k, v, **given, return_lse=True)
+    if kept is not None:
+        p = baseline(q, k, v, **given, return_weights=True) * kept / (1 - dropout_p)
+        out = p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return out[0].transpose(0, 1), lse[0]
 
 
 def of_item(b, arguments, kept=None):
@@ -62,7 +54,7 @@ def of_item(b, arguments, kept=None):
 
 def dense(q, k, v, kept=None, **arguments):
     """`flash_attn_func`: out (B,M,H,Dv), lse (B,H,M)."""
-    items = [one(*x, **of_item(b, arguments, kept))[:2] for b, x in enumerate(zip(q, k, v))]
+    items = [one(*x, **of_item(b, arguments, kept)) for b, x in enumerate(zip(q, k, v))]
     return [torch.stack(x) for x in zip(*items)]
 
 
@@ -73,7 +65,7 @@ def varlen(q, k, v, cu_q, cu_k, kept=None, **arguments):
         own = of_item(b, arguments, kept)
         if kept is not None:
             own["kept"] = own["kept"][:, : m - i, : n - j]
-        out, lse, _ = one(q[i:m], k[j:n], v[j:n], **own)
+        out, lse = one(q[i:m], k[j:n], v[j:n], **own)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses, 1)
@@ -136,7 +128,7 @@ def with_kvcache(
             else x.new_empty(0, *x.shape[2:])
             for x in (k_cache, v_cache)
         )
-        out, lse, _ = one(rows, keys, values, **of_item(b, arguments))
+        out, lse = one(rows, keys, values, **of_item(b, arguments))
         outs.append(out)
         lses.append(lse)
     return torch.stack(outs), torch.stack(lses), k_cache, v_cache
