@@ -57,7 +57,7 @@ def test_logits_and_gradients(family, padding):
     model, given = made(family), inputs(family, padding)
     y, grads = outputs_and_gradients(model, given, "fastattn")
     expected, exact = outputs_and_gradients(model, given, "eager")
-    if family.given != "pair":  # outputs at padding are meaningless
+    if family.given in ("text", "encoded"):  # outputs at padding are meaningless
         real = given["attention_mask"].bool()
         y, expected = y[real], expected[real]
     assert worst(y, expected) < 1e-5
@@ -68,12 +68,7 @@ def test_logits_and_gradients(family, padding):
 
 @pytest.mark.parametrize("family", families("pixels", "waves"))
 def test_images_and_waves(family):
-    model, given = made(family), inputs(family, "none")
-    y, grads = outputs_and_gradients(model, given, "fastattn")
-    expected, exact = outputs_and_gradients(model, given, "eager")
-    assert worst(y, expected) < 1e-5 and grads.keys() == exact.keys()
-    for name, x in exact.items():
-        assert worst(grads[name], x, 1e-3) < 1e-4, name
+    test_logits_and_gradients(family, "none")
 
 
 @pytest.mark.slow

@@ -45,26 +45,6 @@ def test_register_is_undone_exactly():
         assert state() == before
 
 
-def test_weights(registered):
-    cases = dict(Llama="left", Bert="right", T5="none", GptOss="right")
-    for name, padding in cases.items():
-        model, (ids, mask) = made(FAMILY[name]), text(padding)
-        given = dict(input_ids=ids, attention_mask=mask, output_attentions=True)
-        given |= dict(decoder_input_ids=ids[:, :5]) if name == "T5" else {}
-        found = {}
-        for implementation in ("fastattn", "eager"):
-            model.set_attn_implementation(implementation)
-            out = model(**given)
-            kinds = ("encoder", "decoder", "cross") if name == "T5" else ("",)
-            each = [getattr(out, f"{x}_attentions".lstrip("_")) for x in kinds]
-            found[implementation] = [w for weights in each for w in weights]
-        assert len(found["fastattn"]) == len(found["eager"]) > 0
-        for mine, theirs in zip(found["fastattn"], found["eager"]):
-            rows = mask.bool() if mine.shape[2] == 24 else torch.ones(3, 5).bool()
-            mine, theirs = (x.transpose(1, 2)[rows] for x in (mine, theirs))
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
 def assert_gradients_agree(found, expected):
     """Errors are judged beside a tensor's largest number. That of a key's bias has the gradient 0,
     of which rounding leaves something: it is judged beside the largest of all."""
@@ -74,27 +54,47 @@ def assert_gradients_agree(found, expected):
         assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max() + rounding
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5", "GptOss"])
-def test_gradients_by_weights(name, registered):
+def attentions(out):
+    """The weights of all layers, of an encoder and a decoder, too."""
+    names = "attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"
+    return [w for name in names for w in out.get(name) or ()]
+
+
+PADDED = dict(Llama="left", GPT2="none", Bert="right", T5="none", GptOss="right", packed="none")
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_weights_and_their_gradients(name, registered):
     """A loss on the model's output reaches its attention weights, which keep their gradients, and a
     hook that changes these changes the gradients of parameters."""
-    model, ids = made(FAMILY[name]), text("none")[0]
-    given = dict(input_ids=ids, output_attentions=True)
-    given |= dict(decoder_input_ids=ids[:, :5]) if name == "T5" else {}
-    found = []
+    model, (ids, mask) = made(FAMILY.get(name, FAMILY["Llama"])), text(PADDED[name])
+    given = dict(input_ids=ids, attention_mask=mask, output_attentions=True)
+    if name == "T5":
+        given["decoder_input_ids"] = ids[:, :5]
+    if name == "packed":
+        mask = mask[:1]
+        given |= dict(input_ids=ids[:1], position_ids=POSITIONS, use_cache=False)
+        del given["attention_mask"]
+
+    def real(x):  # hidden states at padding are of no meaning, nor are gradients of weights of it
+        return x[mask.bool()] if x.shape[1] == mask.shape[1] else x
+
+    values, gradients = [], []
     for implementation in ("fastattn", "eager"):
         model.set_attn_implementation(implementation)
         model.zero_grad()
         out = model(**given)
-        kinds = ("encoder", "decoder", "cross") if name == "T5" else ("",)
-        weights = [w for x in kinds for w in getattr(out, f"{x}_attentions".lstrip("_"))]
+        weights = attentions(out)
         for w in weights:
             w.retain_grad()
             w.register_hook(lambda gradient: gradient * 2)
-        out[0].square().mean().backward()
-        parameters = [x.grad for x in model.parameters() if x.grad is not None]
-        found.append([w.grad for w in weights] + parameters)
-    assert_gradients_agree(*found)
+        real(out[0]).square().mean().backward()
+        values.append([real(w.transpose(1, 2)) for w in weights])
+        gradients.append([real((w.grad * (w != 0)).transpose(1, 2)) for w in weights])
+        gradients[-1] += [x.grad for x in model.parameters() if x.grad is not None]
+    assert len(values[0]) == len(values[1]) > 0
+    torch.testing.assert_close(*values, rtol=1e-4, atol=1e-5)
+    assert_gradients_agree(*gradients)
 
 
 @pytest.mark.parametrize("padding", ["none", "right"])
@@ -137,17 +137,6 @@ def test_weights_of_compiled_models(registered):
     assert len(found.attentions) == 2
     for mine, theirs in zip(found.attentions, expected):
         torch.testing.assert_close(mine, theirs)
-
-
-def test_weights_of_a_packed_batch(registered):
-    model, ids = made(FAMILY["Llama"]), text("none")[0][:1]
-    given = dict(input_ids=ids, position_ids=POSITIONS, use_cache=False, output_attentions=True)
-    found = []
-    for implementation in ("fastattn", "eager"):
-        model.set_attn_implementation(implementation)
-        found.append(model(**given).attentions)
-    for mine, theirs in zip(*found):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_items_of_nothing_but_padding_are_those_of_sdpa(registered):
