@@ -248,47 +248,7 @@ def test_chunks_are_packed(calls):
     assert not any(map(is_dense, calls))
 
 
-def test_prefixes_are_exact(registered):
-    """Image tokens of Gemma 3 see their whole image; no structure expresses that."""
-    config = made(FAMILY["Gemma3"]).config
-    config._attn_implementation = "fastattn"
-    x = torch.randn(1, 21, 64)
-    mask = masks.create_causal_mask(config, x, None, None, or_mask_function=prefix)
-    config._attn_implementation = "sdpa"
-    expected = masks.create_causal_mask(config, x, None, None, or_mask_function=prefix)
-    assert torch.equal(mask.arguments["mask"], expected)
-
-
 # ------------------------------------------------------------------------------------- the traps
-
-
-def test_masks_of_keys_stay_masks_of_keys(calls):
-    """sdpa's mask function makes a correct dense mask; ours passes a mask of keys alone."""
-    ids, seen = text("left")
-    exact = masks.sdpa_mask(3, 24, 24, attention_mask=seen.bool())
-    assert exact.shape == (3, 1, 24, 24)
-    ran("Llama", calls, input_ids=ids, attention_mask=seen)
-    assert {tuple(x["mask"].shape) for x in calls} == {(3, 1, 1, 24)}
-
-
-def test_the_mask_function_is_registered(registered):
-    """Without a registered mask function, an attention function gets no padding or sequences."""
-    model, (ids, seen) = made(FAMILY["Llama"]), text("left")
-    name, interface = "test-attention-alone", transformers.AttentionInterface
-    padded = dict(input_ids=ids, attention_mask=seen)
-    sequences = dict(input_ids=ids[:1], position_ids=POSITIONS, use_cache=False)
-    interface.register(name, transformers_attention.attend)
-    try:
-        for given in (padded, sequences):
-            real = given.get("attention_mask", torch.ones(1, 24)).bool()
-            found = {}
-            for implementation in (name, "fastattn", "eager"):
-                model.set_attn_implementation(implementation)
-                found[implementation] = model(**given).logits[real]
-            torch.testing.assert_close(found["fastattn"], found["eager"], rtol=1e-4, atol=1e-4)
-            assert (found[name] - found["eager"]).abs().max() > 0.05
-    finally:
-        interface._global_mapping.pop(name)
 
 
 SMALL = dict(vocab_size=VOCABULARY, pad_token_id=0)

@@ -58,13 +58,6 @@ FAMILIES = {
 
 
 @pytest.fixture
-def registered():
-    integration.register()
-    yield
-    integration.unregister()
-
-
-@pytest.fixture
 def counts(monkeypatch):
     """How often each call runs."""
     found = dict(attention_selected=0, lightning_index=0)
