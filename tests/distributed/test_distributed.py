@@ -1,7 +1,6 @@
 """Attention over ranks equals that on one rank: every feature and strategy, and gradients."""
 
 import functools
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -168,25 +167,6 @@ def test_bits_are_those_of_one_rank(four, dtype, strategy, layout):
 def test_twice_is_the_same_bits(four, strategy, count):
     (_, one), (_, two) = (over(four, count, EVERYTHING, "float32", strategy) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-TO_ROUNDING = {"float32": 1e-6, "float64": 2e-15}  # relative to the largest value
-
-
-@parametrize("dtype", TO_ROUNDING, fast=1)
-def test_the_table_of_equality(four, dtype):
-    """`pytest -s -k table` prints the distance from one rank's results, relative to the largest."""
-    right = problem_of(EVERYTHING, dtype).run(fastattn.attention, row_invariant=True)
-    print(f"\n{dtype}, everything at once" + " " * 6 + "".join(f"{x:>9}" for x in right))
-    for (strategy, count), layout in itertools.product(STRATEGIES, layouts.LAYOUTS):
-        _, found = over(four, count, EVERYTHING, dtype, strategy, layout, row_invariant=True)
-        apart = {x: (found[x] - right[x]).abs().max() / right[x].abs().max() for x in right}
-        distances = ("the bits" if not x else f"{x.item():.1e}" for x in apart.values())
-        ranks_of = "x".join(map(str, count)) if isinstance(count, tuple) else count
-        print(f"{strategy:8}{ranks_of:>5} {layout:16}" + "".join(f"{x:>9}" for x in distances))
-        assert max(apart.values()) < TO_ROUNDING[dtype]
-        exact = right if count == 1 else BITS.get(strategy, right if strategy == "ulysses" else ())
-        assert not any(apart[name] for name in exact)
 
 
 # -- precision of a ring between hops --------------------------------------------------------------

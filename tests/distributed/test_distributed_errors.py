@@ -12,117 +12,174 @@ from tests.distributed.test_distributed import MESH
 from tests.support import ranks
 
 
-def pack_wrongly(group, what):
-    """Two sequences, of 3 rows and of all other rows: most ranks have no row of the first."""
+def wrongly(group, packed, what):
+    """A call with what is wrong on all ranks, or `on_1`. A packed one has two sequences, of 3 rows
+    and of all other rows: most ranks have no row of the first."""
     team = distributed.consistency.need_team(group)
-    rank, x, cu = team.rank, torch.zeros(4, 3, 8), torch.tensor([0, 3, 4 * team.ranks])
-    given = dict(q=x, k=x, v=x, cu_q=cu, cu_k=cu) | {n: y for n, y in what.items() if n != "on_1"}
-    given |= what.get("on_1", {}) if rank == 1 else {}
-    return distributed.attention_packed(**given, group=group)
+    x, call, given = Y, distributed.attention, {}
+    if packed:
+        cu = torch.tensor([0, 3, 4 * team.ranks])
+        x, call, given = X, distributed.attention_packed, dict(cu_q=cu, cu_k=cu)
+    given |= dict(q=x, k=x, v=x) | {n: y for n, y in what.items() if n != "on_1"}
+    given |= what.get("on_1", {}) if team.rank == 1 else {}
+    return call(**given, group=group)
 
 
 def named(what):
     return "".join(c for c in str(what) if c.isalnum())[:40]
 
 
-X = torch.zeros(4, 3, 8)
+X, Y = torch.zeros(4, 3, 8), torch.zeros(2, 4, 6, 8)  # packed, and dense
+Z = dict.fromkeys("qkv", torch.zeros(1, 3, 5, 4))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "what, words",
-    [
-        (dict(strategy="ring"), "strategy: got 'ring', expected 'auto', 'gather' or 'ulysses' of"),
-        (dict(strategy="ulysses"), "got 'ulysses' for 3 heads on 2 ranks, expected ranks that"),
-        (dict(cu_q=torch.tensor([0, 3, 7])), "cu_q: got 7 last, expected 8, the rows of all ranks"),
-        (
-            dict(cu_k=torch.tensor([0, 9, 8])),
-            r"cu_k: got \[0, 9, 8\], expected offsets from 0 that",
-        ),
-        (dict(cu_k=torch.tensor([0, 8])), r"cu_k: got shape \(2,\), expected .* = \(3,\)"),
-        (dict(place=fastattn.Place(row=1)), "place: got .*, expected no row or key of a packed"),
-        # Errors that a call on one rank would find itself.
-        (dict(max_q=4), "cu_q: got 5 rows in sequence 1, expected at most max_q = 4"),
-        (
-            dict(key_lengths=torch.tensor([4, 1])),
-            "key_lengths: got 4 of sequence 0, expected a val",
-        ),
-        (dict(key_lengths=torch.tensor([1])), r"key_lengths: got shape \(1,\), expected"),
-        (
-            dict(mask=torch.zeros(2, 1, 3, 5)),
-            r"mask: got shape \(2, 1, 3, 5\), expected a shape that",
-        ),
-        (dict(mask=torch.zeros(4, 5)), r"mask: got shape \(4, 5\), expected a shape that"),
-        (dict(alibi_slopes=torch.ones(3, 3)), r"alibi_slopes: got shape \(3, 3\), expected"),
-        (dict(backend="none"), "backend"),
-    ],
-    ids=named,
-)
-def test_packed_batches_that_raise(four, what, words):
-    for found in four.run(2, pack_wrongly, what):
+WRONG_PACKED = [
+    (dict(strategy="ring"), "strategy: got 'ring', expected 'auto', 'gather' or 'ulysses' of"),
+    (dict(strategy="ulysses"), "got 'ulysses' for 3 heads on 2 ranks, expected ranks that"),
+    (dict(cu_q=torch.tensor([0, 3, 7])), "cu_q: got 7 last, expected 8, the rows of all ranks"),
+    (
+        dict(cu_k=torch.tensor([0, 9, 8])),
+        r"cu_k: got \[0, 9, 8\], expected offsets from 0 that",
+    ),
+    (dict(cu_k=torch.tensor([0, 8])), r"cu_k: got shape \(2,\), expected .* = \(3,\)"),
+    (dict(place=fastattn.Place(row=1)), "place: got .*, expected no row or key of a packed"),
+    # Errors that a call on one rank would find itself.
+    (dict(max_q=4), "cu_q: got 5 rows in sequence 1, expected at most max_q = 4"),
+    (
+        dict(key_lengths=torch.tensor([4, 1])),
+        "key_lengths: got 4 of sequence 0, expected a val",
+    ),
+    (dict(key_lengths=torch.tensor([1])), r"key_lengths: got shape \(1,\), expected"),
+    (
+        dict(mask=torch.zeros(2, 1, 3, 5)),
+        r"mask: got shape \(2, 1, 3, 5\), expected a shape that",
+    ),
+    (dict(mask=torch.zeros(4, 5)), r"mask: got shape \(4, 5\), expected a shape that"),
+    (dict(alibi_slopes=torch.ones(3, 3)), r"alibi_slopes: got shape \(3, 3\), expected"),
+    (dict(backend="none"), "backend"),
+]
+WRONG_DENSE = [
+    (Z | dict(strategy="ulysses"), "got 'ulysses' for 3 heads on 2 ranks, expected ranks that"),
+    (dict(strategy="rings"), "strategy: got 'rings', expected one of 'auto', 'gather', "),
+    (dict(layout="spiral"), "layout: got 'spiral', expected 'contiguous' or 'zigzag'"),
+    (dict(strategy="gather", mask=torch.zeros(1, 7)), "mask: got"),
+]
+
+
+def either(packed, dense):
+    """The rows of a table of packed calls and of one of dense calls."""
+    return [(True, *x) for x in packed] + [(False, *x) for x in dense]
+
+
+@pytest.mark.parametrize("packed, what, words", either(WRONG_PACKED, WRONG_DENSE), ids=named)
+def test_an_error_common_to_all_ranks_is_raised_on_each(four, packed, what, words):
+    for found in four.run(2, wrongly, packed, what):
         with pytest.raises(ValueError, match=words):
             raise found
 
 
+DIFFERENT_PACKED = [
+    (dict(cu_k=torch.tensor([0, 2, 12])), r"cu_k: .*\[0, 2, 12\].* on rank 1, .*\[0, 3, 12\]"),
+    (dict(cu_q=torch.tensor([0, 3, 12]).int()), "cu_q: got .*int32.* on rank 1, expected .*64"),
+    (dict(causal=True), "causal: got True on rank 1, expected False, as on rank 0"),
+    (dict(q=X.double(), k=X.double(), v=X.double()), "q: got .*float64.* on rank 1, expected"),
+    (dict(v=X[..., :4]), "v: got .*'any', 3, 4.* on rank 1, expected .*'any', 3, 8"),
+    (dict(k=X[:, :1], v=X[:, :1]), "k: got .*'any', 1, 8.* on rank 1, .*; v: got .* on rank 1"),
+    (dict(k=X.clone().requires_grad_()), "k: got .*'with gradient'.* on rank 1, expected"),
+    (dict(mask=torch.zeros(1)), "mask: got .*float32.* on rank 1, expected None, as on rank 0"),
+    (dict(sinks=torch.zeros(3)), "sinks: got .* on rank 1, expected None, as on rank 0"),
+    (dict(max_k=16), "max_k: got 16 on rank 1, expected None, as on rank 0"),
+    (dict(dropout_p=0.5, seed=torch.tensor([3])), "seed: got .*3.* on rank 1, expected None"),
+    (dict(place=fastattn.Place(head=3)), "place: got .*head=3.* on rank 1, expected None"),
+    (dict(strategy="gather"), "strategy: got gather on rank 1, expected auto, as on rank 0"),
+    (dict(return_lse=True), "return_lse: got True on rank 1, expected False, as on rank 0"),
+]
+DIFFERENT_DENSE = [
+    (
+        dict.fromkeys("qkv", Y[:1]),
+        r"q: got .*1, 4, 'any', 8.* on rank 1, expected .*2, 4, 'any', 8.* as on rank 0",
+    ),
+    (
+        dict.fromkeys("qkv", Y.double()),
+        r"q: got \('torch.float64'.* on rank 1, expected \('torch.float32'",
+    ),
+    (dict(causal=True), "causal: got True on rank 1, expected False, as on rank 0"),
+    (
+        dict(dropout_p=0.1, seed=1),
+        r"dropout_p: got 0.1 on rank 1, expected 0.*seed: got 1 on rank 1, expected None",
+    ),
+    (
+        dict(sinks=torch.ones(4)),
+        r"sinks: got .*1.0, 1.0.* on rank 1, expected .*0.0, 0.0.* as on rank 0",
+    ),
+    (dict(strategy="gather"), "strategy: got gather on rank 1, expected auto, as on rank 0"),
+    (dict(return_lse=True), "return_lse: got True on rank 1, expected False, as on rank 0"),
+    (
+        dict(q=Y.clone().requires_grad_()),
+        r"q: got .*'with gradient'\) on rank 1, expected .*'without gradient'",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "what, words",
-    [
-        (dict(cu_k=torch.tensor([0, 2, 12])), r"cu_k: .*\[0, 2, 12\].* on rank 1, .*\[0, 3, 12\]"),
-        (dict(cu_q=torch.tensor([0, 3, 12]).int()), "cu_q: got .*int32.* on rank 1, expected .*64"),
-        (dict(causal=True), "causal: got True on rank 1, expected False, as on rank 0"),
-        (dict(q=X.double(), k=X.double(), v=X.double()), "q: got .*float64.* on rank 1, expected"),
-        (dict(v=X[..., :4]), "v: got .*'any', 3, 4.* on rank 1, expected .*'any', 3, 8"),
-        (dict(k=X[:, :1], v=X[:, :1]), "k: got .*'any', 1, 8.* on rank 1, .*; v: got .* on rank 1"),
-        (dict(k=X.clone().requires_grad_()), "k: got .*'with gradient'.* on rank 1, expected"),
-        (dict(mask=torch.zeros(1)), "mask: got .*float32.* on rank 1, expected None, as on rank 0"),
-        (dict(sinks=torch.zeros(3)), "sinks: got .* on rank 1, expected None, as on rank 0"),
-        (dict(max_k=16), "max_k: got 16 on rank 1, expected None, as on rank 0"),
-        (dict(dropout_p=0.5, seed=torch.tensor([3])), "seed: got .*3.* on rank 1, expected None"),
-        (dict(place=fastattn.Place(head=3)), "place: got .*head=3.* on rank 1, expected None"),
-        (dict(strategy="gather"), "strategy: got gather on rank 1, expected auto, as on rank 0"),
-        (dict(return_lse=True), "return_lse: got True on rank 1, expected False, as on rank 0"),
-    ],
-    ids=named,
+    "packed, what, words", either(DIFFERENT_PACKED, DIFFERENT_DENSE), ids=named
 )
 @pytest.mark.parametrize("count", [3, MESH], ids=str)
-def test_ranks_that_differ_on_a_packed_batch(four, count, what, words):
+def test_ranks_that_differ(four, count, packed, what, words):
     if count == MESH:  # a mesh has 16 rows
         words = words.replace(r"\[0, 3, 12\]", r"\[0, 3, 16\]")
-    for found in four.run(count, pack_wrongly, dict(on_1=what)):
+    alike = dict(sinks=torch.zeros(4)) if "0.0, 0.0" in words else {}
+    for found in four.run(count, wrongly, packed, alike | dict(on_1=what)):
         with pytest.raises(ValueError, match=words):
             raise found
 
 
+FAILING_PACKED = [
+    (dict(q=X[0]), ValueError, r"q: got shape \(3, 8\), expected 3 dimensions"),
+    (dict(q=X.numpy()), TypeError, "q: got ndarray, expected a torch.Tensor"),
+    (dict(v=X[:3]), ValueError, r"v: got .*, expected 4 rows, as k has"),
+    (dict(k=X.double()), ValueError, "k.dtype: got torch.float64, expected torch.float32"),
+    (dict(cu_q=[0, 12]), TypeError, "cu_q: got list, expected a torch.Tensor"),
+    (dict(cu_q=torch.tensor(12)), ValueError, r"cu_q: got shape \(\), expected \(B \+ 1,\)"),
+    (
+        dict(cu_k=torch.tensor([0.0, 3, 12])),
+        ValueError,
+        "cu_k.dtype: got torch.float32, expect",
+    ),
+    (dict(cu_k=torch.tensor([1, 3, 12])), ValueError, r"cu_k: got \[1, 3, 12\], expected offs"),
+    (dict(max_q=2.5), TypeError, "max_q: got 2.5"),
+    (dict(mask=torch.zeros(13, 9)), ValueError, r"mask: got shape \(13, 9\), expected a shape"),
+    (dict(mask=[0.0]), TypeError, "mask: got list, expected a torch.Tensor or None"),
+    (dict(key_lengths=torch.tensor([3, 10])), ValueError, "key_lengths: got 10 of sequence 1"),
+    (dict(sinks=torch.ones(2)), ValueError, r"sinks: got shape \(2,\), expected"),
+    (dict(softcap=-1.0), ValueError, "softcap: got -1.0"),
+    (dict(dropout_p=2.0), ValueError, "dropout_p: got 2.0"),
+    (dict(backend="cuda"), NotImplementedError, "cuda"),
+    # Our checks allow so many rows; torch raises, and the other ranks learn of that, too.
+    (dict(cu_q=torch.tensor([0, 3, 2**62])), RuntimeError, "overflow"),
+]
+FAILING_DENSE = [
+    (dict(q=Y[0]), ValueError, "q: got"),
+    (dict(q=Y.numpy()), TypeError, "q: got ndarray, expected a torch.Tensor"),
+    (dict(softcap=-1.0), ValueError, "softcap: got -1.0"),
+    (
+        dict(mask=torch.zeros(5, 18)),
+        ValueError,
+        "mask: got 5 rows, expected 1, or this rank's 6, by all keys",
+    ),
+    (
+        dict(place=fastattn.Place(row=3)),
+        ValueError,
+        "place: got Place.row=3.* expected only head, item and bottom_right",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "what, kind, words",
-    [
-        (dict(q=X[0]), ValueError, r"q: got shape \(3, 8\), expected 3 dimensions"),
-        (dict(q=X.numpy()), TypeError, "q: got ndarray, expected a torch.Tensor"),
-        (dict(v=X[:3]), ValueError, r"v: got .*, expected 4 rows, as k has"),
-        (dict(k=X.double()), ValueError, "k.dtype: got torch.float64, expected torch.float32"),
-        (dict(cu_q=[0, 12]), TypeError, "cu_q: got list, expected a torch.Tensor"),
-        (dict(cu_q=torch.tensor(12)), ValueError, r"cu_q: got shape \(\), expected \(B \+ 1,\)"),
-        (
-            dict(cu_k=torch.tensor([0.0, 3, 12])),
-            ValueError,
-            "cu_k.dtype: got torch.float32, expect",
-        ),
-        (dict(cu_k=torch.tensor([1, 3, 12])), ValueError, r"cu_k: got \[1, 3, 12\], expected offs"),
-        (dict(max_q=2.5), TypeError, "max_q: got 2.5"),
-        (dict(mask=torch.zeros(13, 9)), ValueError, r"mask: got shape \(13, 9\), expected a shape"),
-        (dict(mask=[0.0]), TypeError, "mask: got list, expected a torch.Tensor or None"),
-        (dict(key_lengths=torch.tensor([3, 10])), ValueError, "key_lengths: got 10 of sequence 1"),
-        (dict(sinks=torch.ones(2)), ValueError, r"sinks: got shape \(2,\), expected"),
-        (dict(softcap=-1.0), ValueError, "softcap: got -1.0"),
-        (dict(dropout_p=2.0), ValueError, "dropout_p: got 2.0"),
-        (dict(backend="cuda"), NotImplementedError, "cuda"),
-        # Our checks allow so many rows; torch raises, and the other ranks learn of that, too.
-        (dict(cu_q=torch.tensor([0, 3, 2**62])), RuntimeError, "overflow"),
-    ],
-    ids=named,
+    "packed, what, kind, words", either(FAILING_PACKED, FAILING_DENSE), ids=named
 )
-def test_a_rank_failing_on_a_packed_batch_is_named(four, what, kind, words):
-    one, own, other = four.run(3, pack_wrongly, dict(on_1=what))
+def test_a_failing_rank_is_named(four, packed, what, kind, words):
+    one, own, other = four.run(3, wrongly, packed, dict(on_1=what))
     with pytest.raises(kind, match=words):
         raise own
     name = type(own).__name__
@@ -131,75 +188,7 @@ def test_a_rank_failing_on_a_packed_batch_is_named(four, what, kind, words):
             raise found
 
 
-# -- ranks that differ or are missing --------------------------------------------------------------
-
-
-def differ(group, what):
-    rank = dist.get_rank(group)
-    x = torch.zeros(2, 4, 6, 8)
-    own = {"group": group}
-    if rank == 2:
-        given = {
-            "shape": ((x[:1], x[:1], x[:1]), {}),
-            "dtype": ((x.double(), x.double(), x.double()), {}),
-            "dims": ((x[0], x, x), {}),
-            "type": ((x.numpy(), x, x), {}),
-            "causal": ((x, x, x), dict(causal=True)),
-            "dropout": ((x, x, x), dict(dropout_p=0.1, seed=1)),
-            "sinks": ((x, x, x), dict(sinks=torch.ones(4))),
-            "strategy": ((x, x, x), dict(strategy="gather")),
-            "return_lse": ((x, x, x), dict(return_lse=True)),
-            "gradient": ((x.requires_grad_(), x, x), {}),
-            "softcap": ((x, x, x), dict(softcap=-1.0)),
-            "mask": ((x, x, x), dict(mask=torch.zeros(5, 18))),
-            "place": ((x, x, x), dict(place=fastattn.Place(row=3))),
-        }[what]
-    else:
-        given = ((x, x, x), {})
-    args, more = given
-    if what == "sinks":
-        own["sinks"] = torch.zeros(4)
-    return distributed.attention(*args, **own | more).shape
-
-
-DIFFERENCES = {
-    "shape": r"q: got .*1, 4, 'any', 8.* on rank 2, expected .*2, 4, 'any', 8.* as on rank 0",
-    "dtype": r"q: got \('torch.float64'.* on rank 2, expected \('torch.float32'",
-    "causal": r"causal: got True on rank 2, expected False, as on rank 0",
-    "dropout": r"dropout_p: got 0.1 on rank 2, expected 0.*seed: got 1 on rank 2, expected None",
-    "sinks": r"sinks: got .*1.0, 1.0.* on rank 2, expected .*0.0, 0.0.* as on rank 0",
-    "strategy": r"strategy: got gather on rank 2, expected auto, as on rank 0",
-    "return_lse": r"return_lse: got True on rank 2, expected False, as on rank 0",
-    "gradient": r"q: got .*'with gradient'\) on rank 2, expected .*'without gradient'",
-}
-
-
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_ranks_that_differ(four, what):
-    for found in four.run(3, differ, what):
-        assert isinstance(found, ValueError)
-        with pytest.raises(ValueError, match=DIFFERENCES[what]):
-            raise found
-
-
-TROUBLES = {
-    "dims": (ValueError, "q: got"),
-    "type": (TypeError, "q: got ndarray, expected a torch.Tensor"),
-    "softcap": (ValueError, "softcap: got -1.0"),
-    "mask": (ValueError, "mask: got 5 rows, expected 1, or this rank's 6, by all keys"),
-    "place": (ValueError, "place: got Place.row=3.* expected only head, item and bottom_right"),
-}
-
-
-@pytest.mark.parametrize("what", TROUBLES)
-def test_a_failing_rank_is_named(four, what):
-    kind, words = TROUBLES[what]
-    *others, own = four.run(3, differ, what)
-    with pytest.raises(kind, match=words):
-        raise own
-    for found in others:
-        with pytest.raises(RuntimeError, match=f"rank 2 of 3 raised {kind.__name__}.*{words}"):
-            raise found
+# -- strategies, keys of all ranks, missing ranks --------------------------------------------------
 
 
 def meshed(mesh, strategy):
@@ -224,27 +213,6 @@ def test_strategies_have_meshes_of_their_own(four, ranks, strategy, words):
 def test_auto_is_what_the_ranks_can_do(four):
     for count in (3, 2, MESH):
         assert {x.shape for x in four.run(count, meshed, "auto")} == {(1, 3, 4, 4)}
-
-
-def alike(group, strategy, layout, more):
-    rank = dist.get_rank(group)
-    x = torch.zeros(1, 3, 5 + (rank == 1), 4)
-    return distributed.attention(x, x, x, group=group, strategy=strategy, layout=layout, **more)
-
-
-@pytest.mark.parametrize(
-    "strategy, layout, more, words",
-    [
-        ("ulysses", "contiguous", {}, "got 'ulysses' for 3 heads on 2 ranks, expected ranks that"),
-        ("rings", "contiguous", {}, "strategy: got 'rings', expected one of 'auto', 'gather', "),
-        ("gather", "spiral", {}, "layout: got 'spiral', expected 'contiguous' or 'zigzag'"),
-        ("gather", "contiguous", dict(mask=torch.zeros(1, 7)), "mask: got"),
-    ],
-)
-def test_an_error_common_to_all_ranks_is_raised_on_each(four, strategy, layout, more, words):
-    for found in four.run(2, alike, strategy, layout, more):
-        with pytest.raises(ValueError, match=words):
-            raise found
 
 
 WRONG = {  # for 11 keys: checked before anything is sent

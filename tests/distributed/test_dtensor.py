@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import fastattn
-from tests.support.cases import DTYPES, FEATURE, FEATURES, Dims, build
+from tests.distributed.test_distributed import EVERYTHING, MESH, problem_of
+from tests.support.cases import DTYPES, FEATURES, Dims
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
 
-MESH = (2, 2)
 # Ranks and the placement of q: an axis of (B, H, M), or "-", for each dimension of the mesh.
 WAYS = [
     *((2, x) for x in "BHM-"),
@@ -19,9 +19,6 @@ WAYS = [
     *((MESH, x) for x in ("BH", "BM", "MH", "MM", "HH", "-H", "BB")),
 ]
 every_way = pytest.mark.parametrize("count, axes", WAYS, ids=str)
-# All the features that one call can combine.
-EVERYTHING = ("causal", "left_window", "lengths", "alibi", "softcap", "bias_grad", "sinks")
-EVERYTHING += ("dropout", "gqa", "wide_values", "lse_loss")
 DIMS = Dims(3, 4, 4, 63, 63, 17, 17)  # numbers of items and rows that ranks do not divide evenly
 ALONE = [x.name for x in FEATURES if x.group != "place" and x.name != "mqa"]
 # For each tensor: the dimension of each axis.
@@ -31,10 +28,6 @@ LIES = {
     "sinks": dict(H=-1),
     "key_lengths": dict(B=-1),
 }
-
-
-def problem_of(names, dtype, dims=DIMS):
-    return build(dims, [FEATURE[x] for x in names], DTYPES[dtype])
 
 
 # -- what the ranks run ----------------------------------------------------------------------------
@@ -100,14 +93,14 @@ def over(four, count, *given, **more):
 @parametrize("feature", ALONE, fast=4)
 def test_features(four, feature, count, axes):
     found = over(four, count, (feature,), "float32", DIMS, axes)
-    assert not Verdict(problem_of((feature,), "float32")).about(found)
+    assert not Verdict(problem_of((feature,), "float32", DIMS)).about(found)
 
 
 @every_way
 @parametrize("dtype", DTYPES, fast=1)
 def test_all_features_together(four, dtype, count, axes):
     found = over(four, count, EVERYTHING, dtype, DIMS, axes)
-    assert not Verdict(problem_of(EVERYTHING, dtype)).about(found)
+    assert not Verdict(problem_of(EVERYTHING, dtype, DIMS)).about(found)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (0, 5), (5, 0), (3, 7)], ids=str)
@@ -128,7 +121,7 @@ OF_BITS = [(2, "B"), (2, "H"), (4, "H"), (4, "B"), (MESH, "BH"), (MESH, "HH")]
 def test_items_and_heads_have_the_bits_of_one_rank(four, dtype, count, axes):
     """With the same dropout. Sums over ranks are left out: they have another order."""
     found = over(four, count, EVERYTHING, dtype, DIMS, axes)
-    right = problem_of(EVERYTHING, dtype).run(fastattn.attention)
+    right = problem_of(EVERYTHING, dtype, DIMS).run(fastattn.attention)
     for name in ("out", "lse", "dq", "dk", "dv"):
         assert torch.equal(found[name], right[name]), name
 
