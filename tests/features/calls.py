@@ -29,7 +29,7 @@ from tests.features.arguments import (
     wanted,
     without_functions,
 )
-from tests.features.factors import NUMBERS
+from tests.features.factors import LISTED
 from tests.support.cases import Problem
 from tests.support.error_budget import Verdict, oracle
 from tests.support.large_logit_rows import far_rows
@@ -201,17 +201,17 @@ def problem(row):
 
 def lengths_of(row, some):
     """The number of keys of each item: some of these, or those that the row names."""
-    return list(NUMBERS.get(row["lengths"], some[: row["B"]]))
+    return list(LISTED.get(row["lengths"], some[: row["B"]]))
 
 
 def integers(name):
-    return torch.int64 if name in NUMBERS else getattr(torch, name)
+    return torch.int64 if name in LISTED else getattr(torch, name)
 
 
 def counts(row):
     """The numbers of rows and of keys of each sequence."""
     M, N = row["M"], row["N"]
-    if ns := NUMBERS.get(row["counts"]):
+    if ns := LISTED.get(row["counts"]):
         return (M,) * len(ns), ns
     return {
         "falling": ((M, M // 2 + 1, 1), (N // 2 + 1, N, 1)),
@@ -265,8 +265,8 @@ def packed(row):
         both = torch.cat((tensors["v"], tensors["k"]), -1)
         tensors |= dict(v=both[..., :Dv], k=both[..., Dv:])
     most = max(ns) if "cu_k" in given else given["block_table"].shape[1] * row["page"]
-    sizes = given.get("max_q", max(ms)), given.get("max_k", most)
-    more, others = of_scores(draw, row, B, H, *sizes)
+    longest = given.get("max_q", max(ms)), given.get("max_k", most)
+    more, others = of_scores(draw, row, B, H, *longest)
     given |= others | dict(cu_q=offsets(ms, index))
     call = Call(row, fastattn.attention_packed, tensors | more, given, draw.randn(T, H, Dv), draw)
     sequences(call, ms, ns, keys_of, values, sizes)

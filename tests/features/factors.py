@@ -237,7 +237,7 @@ def sparse():
 
 
 # Kernels take rows and keys in parts, and an argument may begin or end at any edge of these.
-NUMBERS = {
+LISTED = {
     "every": tuple(range(146)),
     "edges": (0, 1, 15, 16, 17, 33, 63, 64, 65, 113, 127, 128, 129, 145),
     "around": (191, 193, 255, 256, 257, 511, 512, 513, 529, 640, 641),  # blocks, a chunk of 512
@@ -257,12 +257,12 @@ def edges():
     # Each number of keys of a sequence. In the oracle a padded batch is one call, a packed is many.
     every = dict(sinks="200", softcap=4.0, mask="-inf in rows", alibi="BH")
     for M, ns, given in itertools.product((1, 3, 20), ("every", "around"), ({}, every)):
-        common = dict(M=M, heads=(4, 2), lse="loss", N=NUMBERS[ns][-1])
+        common = dict(M=M, heads=(4, 2), lse="loss", N=LISTED[ns][-1])
         fewer = "edges" if ns == "every" and (M > 1 or given) else ns
         for form in ("packed", "paged"):
             add(form, counts=fewer, widths=(24, 16), **common | given)
         ns = "edges" if fewer == "edges" and M == 20 else ns
-        common |= dict(lengths=ns, B=len(NUMBERS[ns]), D=24, Dv=16)
+        common |= dict(lengths=ns, B=len(LISTED[ns]), D=24, Dv=16)
         add(**common | given)
         if M < 20:
             more = dict(sinks="200", block=16, lists="by head") if given else dict(block=4)
