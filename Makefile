@@ -147,7 +147,7 @@ sanitize: setup
 	@for tool in memcheck initcheck synccheck racecheck; do echo "== $$tool"; \
 		PATH="$$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 		compute-sanitizer --tool $$tool --error-exitcode 1 \
-			$(PYTHON) -m pytest -m gpu -k "test_features and cuda" tests/gpu/test_gpu.py $(ARGS) || exit 1; \
+			$(PYTHON) -m pytest -m gpu -k cuda-00 tests/gpu/test_gpu_rows.py $(ARGS) || exit 1; \
 	done
 
 sanitize-cpu: setup

@@ -57,15 +57,15 @@ BENCH = "{python} -m bench"
 TINY = "--device cpu --threads 1 --seconds 0.002 --output {out}"
 SMALL = "--lengths 40 --dims 16 --dtypes bfloat16 --masks full --passes forward --sweep-only"
 PEERS = "fastattn-cuda torch torch-flash torch-cudnn torch-efficient flash-attn"
-EMULATED = f"{TESTS} tests/cuda/test_cuda_emulated.py -k 'test_features and plain and bfloat16'"
-FEW = "tests/gpu/test_gpu.py -k 'cuda and bfloat16 and (test_features and plain or test_storage)'"
+EMULATED = f"{TESTS} tests/cuda/test_cuda_emulated.py -k every_site_is_reached"
+FEW = "tests/gpu/test_gpu_rows.py -k cuda-00"
+CONTACT = "tests/gpu/test_gpu_rows.py tests/gpu/test_gpu.py -k 'cuda-00 or serve or neighbour'"
 
 
 def _sanitized(tool: str) -> Part:
-    """Plain calls and storage offsets, without torch's allocator, which would hide accesses beyond
-    a tensor; and without probes, because racecheck takes bulk copies for races."""
+    """A few calls, without torch's allocator, which would hide accesses beyond a tensor."""
     command = f"compute-sanitizer --tool {tool} --error-exitcode 1 {ON_GPU} {FEW}"
-    alone = f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 FASTATTN_SM90=unchecked {command}"
+    alone = f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {command}"
     return Part(f"sanitizer: {tool}", 300, alone, tool="compute-sanitizer")
 
 
@@ -78,17 +78,8 @@ def _swept(name: str, what: str, rehearsal: str = "") -> Part:
 PARTS = (
     Part("build", 1200, "make setup VENV={venv}", tool="make"),
     Part("status", 120, "{python} -m fastattn", "{python} -m fastattn"),
-    Part(
-        "tests: instructions",
-        300,
-        f"{ON_GPU} {PROBES}",
-    ),
-    Part(
-        "tests: contact",
-        600,
-        f"{ON_GPU} tests/gpu/test_gpu_contact.py tests/gpu/test_foreign_warnings.py",
-        EMULATED,
-    ),
+    Part("tests: instructions", 300, f"{ON_GPU} {PROBES}"),
+    Part("tests: contact", 600, f"{ON_GPU} {CONTACT}", EMULATED),
     Part("launch", 300, f"{BENCH} race launch", f"{BENCH} race launch"),
     _swept(
         "lengths",

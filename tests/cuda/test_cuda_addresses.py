@@ -52,14 +52,11 @@ def test_an_access_past_the_end_is_caught():
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
 
 
-FILES = ("emulated", "weights", "decode")
-
-
-@pytest.mark.parametrize("kernels", FILES)
-def test_every_feature_stays_within_its_buffers(kernels):
+@pytest.mark.parametrize("kernels, tests", [("rows", "test_rows"), ("weights", "test_features")])
+def test_every_feature_stays_within_its_buffers(kernels, tests):
     """In forward and backward."""
     file = HERE / f"test_cuda_{kernels}.py"
-    chosen = ["-k", "test_features and bfloat16", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    chosen = ["-k", tests, "-p", "no:cacheprovider", "-p", "no:randomly"]
     done = under_address_sanitizer("-m", "pytest", "-q", str(file), *chosen)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
     assert " failed" not in done.stdout and "AddressSanitizer" not in done.stderr

@@ -22,14 +22,9 @@ from tests.support.backends import passed
 from tests.support.cases import (
     DTYPES,
     FEATURE,
-    PAIRS,
     PLAIN,
-    SINGLES,
     Dims,
-    Feature,
     build,
-    name_of,
-    negative_logits,
 )
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
@@ -37,11 +32,6 @@ from tests.support.marks import parametrize
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
 MANY, ONE = 132, 1  # multiprocessors
-
-# Tiles have 128 keys: fewer than one tile, and several with a split for each; rows of one tile, and
-# of four.
-SHAPES = (Dims(1, 2, 2, 3, 45, 17, 17), Dims(1, 5, 1, 1, 300, 24, 24), Dims(1, 4, 1, 16, 300, 5, 5))
-SMALL = Dims(1, 2, 2, 3, 261, 17, 17)
 
 
 @pytest.fixture
@@ -57,76 +47,6 @@ def run_all(problems):
         lines = Verdict(problem, backward=False).complaints(fastattn.attention)
         found += [f"{problem.name} {line}" for line in lines]
     passed(found)
-
-
-# The sizes are those of SHAPES. Features that change gradients only are left out, too.
-LEFT_OUT = ("queries", "heads", "dout")
-FEATURES = [x for x in SINGLES if x[0].group not in LEFT_OUT]
-ROWS_16 = Feature("16_rows", "rows", dims=lambda dims: replace(dims, M=16))
-GROUP_OF_5 = Feature("group_of_5", "rows", dims=lambda dims: replace(dims, H=5 * dims.Hk))
-
-
-@every_dtype
-@parametrize("features", [PLAIN, *FEATURES], ids=name_of, fast=6)
-def test_features(emulated, dtype, features):
-    run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
-
-
-DECISIVE = [p for p in PAIRS if not any(x.group in (*LEFT_OUT, "lse", "values") for x in p)]
-
-
-@parametrize("features", DECISIVE, ids=name_of, fast=31)
-def test_pairs_of_features(emulated, features):
-    """Each in one dtype, in turn, and with more rows or more heads per key head, in turn."""
-    at = DECISIVE.index(features)
-    rows = (GROUP_OF_5, ROWS_16)[at // 2 % 2]
-    run_all([build(SMALL, (*features, rows), DTYPES[NAMES[at % 2]])])
-
-
-# Padded size -> pairs of head dims. The last pair is odd, so that its rows are not aligned.
-HEAD_DIMS = {
-    "32": [(32, 32), (31, 1)],
-    "64": [(40, 64), (33, 61)],
-    "96": [(96, 96), (95, 65)],
-    "128": [(112, 128), (97, 127)],
-    "192 and 128": [(192, 128), (191, 99)],
-    "192": [(160, 160), (131, 191)],
-    "256": [(256, 256), (255, 193)],
-}
-
-
-@pytest.mark.slow
-@every_dtype
-@pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
-@pytest.mark.parametrize("padded", HEAD_DIMS)
-def test_head_dims(emulated, padded, general, dtype):
-    """In every kernel, with one split and with several."""
-    features = [FEATURE[name] for name in ("bottom_right", "softcap")[: 1 + general]]
-    (d, dv), odd = HEAD_DIMS[padded]
-    dims = [Dims(1, 2, 1, 3, 300, d, dv), Dims(1, 4, 1, 5, 67, *odd)]
-    run_all([build(x, features, DTYPES[dtype]) for x in dims])
-
-
-HIDING = [x for x in FEATURES if x[0].group in ("causal", "window", "lengths", "mask")]
-
-
-@pytest.mark.parametrize("M", [1, 3])
-@pytest.mark.parametrize("features", [PLAIN, *HIDING], ids=name_of)
-def test_hidden_keys_do_not_change_results(emulated, features, M):
-    dims = Dims(1, 4, 2, M, 267, 16, 16)
-    run_all([negative_logits(build(dims, features, torch.bfloat16))])
-
-
-@parametrize("d", [24, 72], fast=1)  # wide kernels take a minute to build
-@pytest.mark.parametrize("N", [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 383, 384, 385])
-def test_lengths_around_tiles(emulated, N, d):
-    run_all([build(Dims(1, 1, 1, 1, N, d, d), (), torch.float16)])
-
-
-@pytest.mark.parametrize("M, group", [(1, 16), (1, 17), (4, 4), (13, 5), (16, 4), (16, 5)])
-def test_rows_around_tiles(emulated, M, group):
-    features = (FEATURE["bottom_right"], FEATURE["alibi"])
-    run_all([build(Dims(1, 2 * group, 2, M, 70, 8, 8), features, torch.bfloat16)])
 
 
 # --- splits ---------------------------------------------------------------------------------------
@@ -208,19 +128,6 @@ def test_every_schedule_gives_the_same_bits(emulated, M, schedule, lazy):
         emulated.options = dict(schedule=schedule, lazy=lazy, seed=seed)
         found = problem.run(fastattn.attention, backward=False)
         assert all(torch.equal(x, found[name]) for name, x in expected.items())
-
-
-def test_dropout_is_that_of_the_other_backends():
-    """Bit for bit: with v = I the output shows which weights were kept."""
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, 3, 24, generator=g).bfloat16()
-    k = torch.randn(2, 2, 60, 24, generator=g).bfloat16()
-    v = torch.eye(60).bfloat16().expand(2, 2, 60, 60)
-    options = dict(dropout_p=0.4, seed=77)
-    with everywhere(sm_count=MANY):
-        ours = fastattn.attention(q, k, v, **options)
-    theirs = fastattn.attention(q, k, v, **options, backend="cpu")
-    assert torch.equal(ours == 0, theirs == 0) and 0.3 < (ours == 0).float().mean() < 0.5
 
 
 # --- every synchronisation is needed --------------------------------------------------------------

@@ -6,14 +6,11 @@ import torch
 
 import fastattn
 from fastattn.backends.native import cuda
-from tests.features import calls, factors
-from tests.gpu_emulation.emulated import DTYPES as NAMES
 from tests.gpu_emulation.emulated import everywhere
 from tests.gpu_emulation.emulator import needs_emulator
-from tests.semantics.test_packed import CASES, CUT, FEW, HOSTILE, batch, clamped, complaints
+from tests.semantics.test_packed import CASES, CUT, HOSTILE, batch, clamped
 from tests.semantics.test_paged import PAGES, in_pages, of_scores
-from tests.support.backends import passed
-from tests.support.cases import DTYPES, FEATURE, name_of
+from tests.support.cases import FEATURE, name_of
 from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
@@ -22,23 +19,6 @@ MANY = 132  # multiprocessors: few rows of many keys are split among them
 # Rows and keys: none, one, a full tile of either, and one more or less; the longest sequence is not
 # the last.
 SIZES = ((5, 7), (0, 3), (1, 1), (130, 65), (3, 0), (128, 64))
-
-
-@parametrize("features", CASES, ids=name_of, fast=2)
-def test_features(features):
-    """Each in one dtype, in turn."""
-    made = batch(features, DTYPES[NAMES[CASES.index(features) % 2]], SIZES)
-    with everywhere():
-        passed(list(complaints(made, made.run())))
-
-
-@pytest.mark.parametrize("names", ["", *CUT])
-def test_few_rows_of_many_keys(names):
-    features = [FEATURE[x] for x in names.split()]
-    made = batch(features, torch.float16, tuple((m, 3 * n) for m, n in FEW))
-    with everywhere(sm_count=MANY) as backend:
-        passed(list(complaints(made, made.run(backward=False))))
-    assert backend.splits > 1
 
 
 # Many rows; and few rows with keys that one block takes.
@@ -129,11 +109,3 @@ def test_gradients_where_sequences_overlap_come_to_an_end(monkeypatch):
         out = fastattn.attention_packed(x, x, x, cu, cu, max_q=300, max_k=300)
         out.sum().backward()
     assert out.isfinite().all()
-
-
-@parametrize("shape", factors.SHAPES, fast=1)
-def test_a_mask_of_any_shape_has_a_gradient_of_that_shape(shape):
-    levels = {name: some[0] for name, some in factors.PACKED.items()}
-    call = calls.packed(levels | dict(mask="float", mask_shape=shape, dtype="float16"))
-    with everywhere():
-        passed(calls.Expected(call).about(call.run()))

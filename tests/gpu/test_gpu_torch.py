@@ -10,7 +10,7 @@ import fastattn
 from fastattn.backends import base
 from fastattn.call.spec import Feature
 from tests.gpu.test_gpu_streams import capture
-from tests.semantics.test_packed import FEW, batch, complaints
+from tests.semantics.test_packed import batch
 from tests.semantics.test_paged import in_pages
 from tests.support.backends import declares
 from tests.support.cases import FEATURE, build, square
@@ -222,7 +222,6 @@ def test_lengths_are_clamped_without_waiting_and_checked_on_request(name, monkey
 
 
 SEQUENCES = ((5, 7), (0, 3), (1, 1), (300, 401), (3, 0), (130, 64))
-SEVERAL = ("bottom_right lengths gqa sinks", "causal alibi_batch bias_grad dropout lse_loss")
 
 
 def packed(name, names):
@@ -233,14 +232,6 @@ def packed(name, names):
     changed = {x: moved(getattr(made, x)) for x in ("dout", "dlse")}
     given = {x: moved(y) for x, y in made.given.items()}
     return made, replace(made, given=given, **changed)
-
-
-@pytest.mark.parametrize("names", ["", *SEVERAL])
-@on_every_backend
-def test_packed_batches(name, names):
-    made, there = packed(name, names)
-    found = there.run(backend=name)
-    assert not list(complaints(made, {x: y.cpu() for x, y in found.items()}))
 
 
 @on_every_backend
@@ -260,27 +251,12 @@ def test_offsets_are_clamped_without_waiting(name):
         assert all(torch.equal(found[x], y) for x, y in want.items())
 
 
-PAGES = (20, 256)  # pages with gathered rows, and pages of whole tiles
-IN_PAGES = ("", "bottom_right gqa sinks", "causal alibi_batch bool_mask dropout lse_loss")
-
-
 def paged(name, names, sizes, page):
     """(the batch on the CPU, the batch on the device with its keys in pages)"""
     declares(name, torch.bfloat16, Feature.PAGED)
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, sizes, 64)
     given = {x: moved(y) for x, y in in_pages(made, page, torch.int32).items()}
     return made, replace(made, given=given)
-
-
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("names", IN_PAGES)
-@pytest.mark.parametrize("sizes", [SEQUENCES, FEW], ids=["many rows", "few rows"])
-@on_every_backend
-def test_pages(name, sizes, names, page):
-    """Pages that the table does not name, and rows past a length, are NaN."""
-    made, there = paged(name, names, tuple((m, 4 * n) for m, n in sizes), page)
-    found = there.run(backend=name, backward=False)
-    assert not list(complaints(made, {x: y.detach().cpu() for x, y in found.items()}))
 
 
 @on_every_backend

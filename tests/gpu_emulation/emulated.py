@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 from fastattn.backends.native import libraries
 from fastattn.backends.native.cuda import Cuda
@@ -107,7 +108,7 @@ class Emulated(Cuda):
         return super().workspace(which, params, t)
 
     def run(self, which, params, spec, t):
-        assert t.q.dtype in self.support.dtypes
+        assert not replace(self.support, devices=None).why_not(spec)
         return super().run(which, params, spec, t)
 
     def chip(self, x):

@@ -20,7 +20,6 @@ import triton.language as tl  # noqa: E402
 
 from tests.triton.test_triton_functions import (  # noqa: E402
     DOCUMENTS,
-    LENGTHS,
     B,
     H,
     M,
@@ -44,15 +43,6 @@ INDICES = {
     "twice": ((64,), lambda x, b, h, i, j: x[i] * x[j] + x[3]),
     "negative": ((64,), lambda x, b, h, i, j: x[-1 - j] + x[i - 64]),
     "square": ((64,), lambda x, b, h, i, j: x[i] ** 2 * x[j].abs()),
-}
-BESIDE = {
-    "alone": {},
-    "causal, softcap": dict(causal="bottom_right", softcap=2.0),
-    "masks": dict(mask=torch.rand(H, M, N, generator=G) < 0.7, alibi_slopes=torch.rand(H)),
-    "mask_mod": dict(mask_mod=lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) | (h == 1)),
-    "dropout, sinks": dict(dropout_p=0.3, seed=4, sinks=torch.randn(H, generator=G)),
-    "lengths, window": dict(key_lengths=LENGTHS, window=(20, 9)),
-    "place": dict(place=fastattn.Place(5, 3, 0, 0, 60, 63), causal=True),
 }
 
 
@@ -78,28 +68,6 @@ def test_each_index(name):
     first, again = gradients(name, "triton"), gradients(name, "triton")
     close(first, gradients(name, "cpu"))
     assert all(torch.equal(x, y) for x, y in zip(first, again))
-
-
-@pytest.mark.parametrize("beside", BESIDE)
-@parametrize("name", ["head", "difference"], fast=1)
-def test_beside_other_arguments(name, beside):
-    close(*(gradients(name, backend, **BESIDE[beside]) for backend in ("triton", "cpu")))
-
-
-@pytest.mark.parametrize("name", ["row", "bucket"])
-def test_in_bfloat16(name):
-    close(*(gradients(name, x, torch.bfloat16) for x in ("triton", "cpu")), 1e-2)
-
-
-@pytest.mark.parametrize("name", ["scalar", "key", "bucket"])
-def test_alone(name):
-    """Without gradients of q, k and v."""
-    found = []
-    for backend in ("triton", "cpu"):
-        x, leaves = captured(name), [y.detach() for y in tensors()]
-        out = fastattn.attention(*leaves, score_mod=function(name, x), backend=backend)
-        found.append(torch.autograd.grad(out.square().sum(), [x]))
-    close(*found)
 
 
 @pytest.mark.parametrize("name", ["head", "difference"])

@@ -142,25 +142,6 @@ def test_beside_other_arguments(functions, beside):
     close(results(tensors(), "triton", **given), results(tensors(), "cpu", **given))
 
 
-@pytest.mark.parametrize("functions", FUNCTIONS)
-def test_decoding_packed_and_paged(functions):
-    given = FUNCTIONS[functions]
-    q, k, v = tensors(M=2, N=64 if functions == "documents" else 45)
-    for rows in (1, 2):
-        both = [
-            fastattn.attention(q[:, :, :rows], k, v, backend=x, **given) for x in ("triton", "cpu")
-        ]
-        close(both[:1], both[1:])
-    cu_q, cu_k = torch.tensor([0, 9, 30], dtype=torch.int32), torch.tensor([0, 21, 45])
-    packed = [x[0].transpose(0, 1) for x in tensors(M=30)]
-    found = []
-    for backend in ("triton", "cpu"):
-        about = dict(cu_q=cu_q, cu_k=cu_k.int(), max_q=21, max_k=24, causal=True)
-        out = fastattn.attention_packed(*packed, backend=backend, **about, **given)
-        found.append([out, *torch.autograd.grad(out.square().sum(), packed)])
-    close(*found)
-
-
 @pytest.mark.parametrize("mask", [None, "bool", "add"])
 @parametrize("functions", ["documents", "both", "window"], fast=1)
 def test_blocks_that_a_mask_mod_hides_are_not_visited(functions, mask, monkeypatch):

@@ -9,100 +9,63 @@ import torch
 import fastattn
 from fastattn.backends import base
 from fastattn.backends.triton import arguments, tile_configs
-from tests.semantics.test_packed import batch
-from tests.semantics.test_paged import in_pages
-from tests.semantics.test_storage import NAMES, same
+from tests.features import factors
+from tests.features.test_calls import agrees, by_turns, cases
 from tests.support.backends import DECLARED, INTERPRETED, passed
-from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of
+from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("one_thread")]
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs Triton's interpreter")
 
-LATENT = Dims(1, 4, 1, 19, 140, 576, 512)
-SIZES = {
-    "576 of one value": Dims(1, 2, 2, 33, 65, 576, 1),
-    "575 and 511": Dims(1, 2, 1, 32, 33, 575, 511),
-    "513 and 512": Dims(2, 2, 2, 31, 64, 513, 512),
-    "400, one product": Dims(1, 2, 1, 35, 70, 400, 300),
-    "257": Dims(1, 2, 1, 35, 70, 257, 257),
-    "300 and 500": Dims(1, 2, 1, 9, 70, 300, 500),
-    "192 and 128": Dims(1, 4, 2, 40, 97, 192, 128),
-    "160 and 192": Dims(1, 2, 2, 40, 97, 160, 192),
-    "129 and 64": Dims(1, 2, 2, 40, 97, 129, 64),
-    "few rows": Dims(2, 6, 2, 2, 300, 576, 512),
-    "one row of 192": Dims(1, 16, 1, 1, 301, 192, 128),
-    "no keys": Dims(1, 2, 1, 5, 0, 576, 512),
-    "no rows": Dims(1, 2, 1, 0, 5, 576, 512),
-}
-WIDER = FEATURE["wide_values"]  # of 13 columns more than keys
-FORWARD = [x for x in SINGLES if WIDER not in x]
+SIZES = dict(
+    B=(1, 2),
+    M=(17, 1, 3, 33),
+    N=(33, 1, 65, 140),
+    D=(576, 192, 129, 575, 400, 257),
+    Dv=(512, 128, 1, 511, 300, 192),
+    heads=((2, 1), (4, 2)),
+    dtype=("bfloat16", "float32", "float16"),
+    grad=("no",),
+    mod=("no", "table"),
+    qv=("no",),
+    widths=((576, 512), (192, 128), (400, 300), (257, 257)),
+    page=(16, 64),
+    stored=("own", "int8", "float8_e4m3fn"),
+)
 
 
-def complaints(dims, features, dtype, latent=False):
-    problem = build(dims, features, DTYPES[dtype])
-    if latent:
-        problem.v = problem.k[..., : dims.Dv]
-    return Verdict(problem, backward=False).complaints(fastattn.attention, backend="triton")
+def rows(form):
+    levels = {name: some for name, some in SIZES.items() if name in factors.FORMS[form]}
+    return [(form, row, "triton") for row in factors.rows(form, most=40, **levels)]
+
+
+@interpreted
+@parametrize("form, row, way", cases(by_turns(*map(rows, ("dense", "packed", "paged")))), fast=6)
+def test_rows(form, row, way):
+    agrees(form, row, way)
+
+
+LATENT, SPLIT = Dims(1, 4, 1, 19, 140, 576, 512), Dims(1, 4, 2, 40, 97, 192, 128)
+FEW = Dims(2, 6, 2, 2, 300, 576, 512)
 
 
 @interpreted
 @parametrize("dtype", DECLARED, fast=1)
-@parametrize("features", [PLAIN, *FORWARD], ids=name_of, fast=6)
-def test_features(features, dtype):
-    passed(complaints(LATENT, features, dtype))
-
-
-@interpreted
-@parametrize("dtype", DECLARED, fast=1)
-@pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
-def test_sizes(dims, dtype):
-    passed(complaints(dims, (FEATURE["causal"],), dtype) + complaints(dims, PLAIN, dtype))
-
-
-@interpreted
-@parametrize("dtype", DECLARED, fast=1)
-@pytest.mark.parametrize("dims", [LATENT, SIZES["192 and 128"], SIZES["few rows"]], ids=str)
+@pytest.mark.parametrize("dims", [LATENT, SPLIT, FEW], ids=str)
 def test_values_that_are_the_first_columns_of_keys(dims, dtype):
     """They are read once: the bits are those of values elsewhere."""
     features = FEATURE["causal"], FEATURE["lengths"], FEATURE["sinks"]
-    passed(complaints(dims, features, dtype, latent=True))
     problem = build(dims, features, DTYPES[dtype])
-    v = problem.k[..., : dims.Dv]
+    problem.v = problem.k[..., : dims.Dv]
+    passed(Verdict(problem, backward=False).complaints(fastattn.attention, backend="triton"))
     kwargs = {x: y.detach() if hasattr(y, "detach") else y for x, y in problem.kwargs.items()}
     found = [
         fastattn.attention(problem.q, problem.k, x, **kwargs, backend="triton")
-        for x in (v, v.clone())
+        for x in (problem.v, problem.v.clone())
     ]
     assert torch.equal(*found)
-
-
-@interpreted
-@parametrize("dtype", DECLARED, fast=1)
-@parametrize("page", [16, 64], fast=1)
-def test_packed_and_in_pages(page, dtype):
-    features = FEATURE["gqa"], FEATURE["bottom_right"]
-    for sizes in (((33, 70), (5, 37)), ((1, 130), (2, 64))):
-        made = batch(features, DTYPES[dtype], sizes, 576)
-        made.given["v"] = made.given["k"][..., :512]
-        with torch.no_grad():
-            whole = fastattn.attention_packed(**made.given, backend="triton")
-            exact = {x: y.double() if x in ("q", "k", "v") else y for x, y in made.given.items()}
-            oracle = fastattn.attention_packed(**exact, backend="reference")
-            paged = fastattn.attention_packed(**in_pages(made, page), backend="triton")
-        bound = 3e-6 if dtype == "float32" else 8 * torch.finfo(DTYPES[dtype]).eps
-        torch.testing.assert_close(whole.double(), oracle, rtol=bound, atol=bound)
-        torch.testing.assert_close(paged.double(), oracle, rtol=bound, atol=bound)
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("storage", NAMES)
-def test_in_eight_bits(storage):
-    made = batch((FEATURE["mqa"],), torch.bfloat16, ((1, 130), (3, 64), (33, 70)), 576)
-    made.given["v"] = made.given["v"][..., :512].contiguous()
-    same("triton", made, storage, (16,))
 
 
 @interpreted

@@ -16,14 +16,10 @@ from tests.cuda import (
     test_cuda_emulated,
     test_cuda_weights,
 )
-from tests.cuda.test_cuda_packed import MANY, SIZES
 from tests.gpu_emulation.emulated import everywhere, survivors
 from tests.gpu_emulation.emulator import needs_emulator
 from tests.gpu_emulation.ptx import ours
-from tests.semantics.test_packed import CUT, FEW, batch, complaints
-from tests.semantics.test_paged import in_pages
-from tests.support.backends import passed
-from tests.support.cases import FEATURE, build, square
+from tests.support.cases import build, square
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -42,31 +38,22 @@ def emulated(request):
     assert backend.launches >= len(backend.findings) > 0
 
 
-# Every feature, in kernels of head dim 32; kernels of other head dims; other choices of kernels.
-test_features = test_cuda_emulated.test_features
-test_features_of_decode = test_cuda_decode.test_features
+# Values are those of test_ptx_rows.py, but for weights.
 test_features_of_weights = test_cuda_weights.test_features
 test_a_given_lse_is_a_constant = test_cuda_weights.test_a_given_lse_is_a_constant
+test_head_dims_of_weights = test_cuda_weights.test_head_dims
 
-test_planes_of_dense_masks = test_cuda_dense_masks.test_mask_planes
 test_rows_of_finfo_min = test_cuda_dense_masks.test_a_row_of_finfo_min_is_the_mean
 test_gradients_of_dense_masks = test_cuda_dense_masks.test_gradients_of_head_dims
 test_gradients_of_finfo_min = test_cuda_dense_masks.test_rows_of_finfo_min_have_gradients
-
-test_head_dims = test_cuda_emulated.test_head_dims
-test_head_dims_of_decode = test_cuda_decode.test_head_dims
-test_head_dims_of_weights = test_cuda_weights.test_head_dims
-
 test_each_gradient_alone_is_the_same = test_cuda_emulated.test_each_gradient_alone_is_the_same
 test_any_number_of_splits = test_cuda_decode.test_any_number_of_splits
-test_rows_around_tiles = test_cuda_decode.test_rows_around_tiles
 
 test_schedules = test_cuda_emulated.test_every_schedule_gives_the_same_bits
 test_schedules_of_decode = test_cuda_decode.test_every_schedule_gives_the_same_bits
 test_schedules_of_weights = test_cuda_weights.test_every_schedule_gives_the_same_bits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backward, empty", [(False, 1), (True, 2)], ids=["forward", "both"])
 def test_each_wait_deleted_is_caught(backward, empty):
     """Except the wait at the end of a kernel, where no copy is in flight. Where dq is made, turns
@@ -80,22 +67,3 @@ def test_each_wait_deleted_is_caught(backward, empty):
 
     survived = survivors(run, ptx=True)
     assert len(survived) == empty and all(x.startswith("cp.async.wait_group") for x in survived)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("names", ["", CUT[0]])
-def test_packed(names):
-    made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, SIZES)
-    with everywhere(ptx=True):
-        passed(list(complaints(made, made.run())))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [0, 20, 128])
-@pytest.mark.parametrize("sizes, processors", [(SIZES, 0), (FEW, MANY)])
-def test_pages(page, sizes, processors):
-    made = batch((), torch.bfloat16, sizes)
-    given = in_pages(made, page) if page else made.given
-    with everywhere(sm_count=processors, ptx=True), torch.no_grad():
-        found = dict(out=fastattn.attention_packed(**given))
-    passed(list(complaints(made, found)))

@@ -1,8 +1,8 @@
 """Triton's kernels, compiled for sm_80, sm_90 and sm_100 and run on the emulator, which shows
 faults that Triton's interpreter cannot.
 
-Every feature alone on one small tile, and every tile of the tuning tables. The launcher chooses the
-kernels and their arguments, as on a GPU.
+Blocks of masks and weights on one small tile, and every tile of the tuning tables: test_ptx_rows.py
+has the calls with every argument. The launcher chooses the kernels and their arguments, as on a GPU.
 """
 
 from typing import NamedTuple
@@ -12,14 +12,11 @@ import torch
 
 import fastattn
 from fastattn.backends.triton import tile_configs
-from tests.cuda import test_cuda_decode
 from tests.gpu_emulation.emulator import IN_ORDER, SCHEDULES, needs_emulator
 from tests.gpu_emulation.ptx import triton
-from tests.semantics import test_packed as test_packed_batches
-from tests.semantics import test_paged as test_pages
-from tests.semantics import test_storage, test_weights
+from tests.semantics import test_weights
 from tests.support.backends import looked_at, needs_triton, passed
-from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
+from tests.support.cases import DTYPES, FEATURE, PLAIN, Dims, build, name_of, square
 from tests.support.error_budget import Verdict
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, needs_triton, pytest.mark.slow]
@@ -76,15 +73,7 @@ def kernels(driver):
     return {name for name, _ in driver.launched}
 
 
-# --- every feature, on one tile -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
-def test_features(compiled, small, features):
-    problem = build(square(1, 2, small.keys, small.d), features, DTYPES["bfloat16"])
-    judge(problem)
-    masks = {"dmask_kernel"} & kernels(compiled)
-    assert kernels(compiled) == ATTENTION | masks and bool(masks) == ("mask" in problem.needs_grad)
+# --- on one tile ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["bool", "finfo.min"])
@@ -103,101 +92,12 @@ def test_blocks_of_a_mask(compiled, small, form):
     assert kernels(compiled) == ATTENTION | {"block_mask_kernel"}
 
 
-# Few keys are not split, and two-sided windows leave few.
-SPLIT = [x for x in test_cuda_decode.FEATURES if x[0].name not in ("window", "own_key")]
-
-
-@pytest.mark.parametrize("features", [PLAIN, *SPLIT], ids=name_of)
-def test_features_of_decode(compiled, small, features):
-    dims = Dims(1, 2, 1, 3, small.keys_of_decode, small.d, small.d)
-    judge(build(dims, features, DTYPES["bfloat16"]), backward=False)
-    assert kernels(compiled) == {"split_kernel", "combine_kernel"}
-
-
 @pytest.mark.parametrize("mean", test_weights.MEANS)
 @pytest.mark.parametrize("features", test_weights.ALONE, ids=name_of)
 def test_features_of_weights(compiled, small, features, mean):
     problem = build(square(1, 2, small.keys, small.d), features, DTYPES["bfloat16"])
     passed(test_weights.about_weights(None, problem, mean == "mean"))
     assert kernels(compiled) >= {"weights_kernel", "dq_kernel", "dkv_kernel"}
-
-
-# --- packed batches -------------------------------------------------------------------------------
-
-PACKED = ("", "bottom_right lengths gqa sinks", "causal alibi_batch bias_grad dropout lse_loss")
-
-
-@pytest.mark.parametrize("names", PACKED)
-def test_packed(compiled, small, names):
-    """Sequences that begin and end anywhere in a tile, also with no row or key, or one."""
-    n = small.keys
-    sizes = ((5, 7), (0, 3), (1, 1), (n, n + 9), (3, 0), (n - 9, n), (2, n))
-    made = test_packed_batches.batch(named(names), DTYPES["bfloat16"], sizes, small.d)
-    passed(list(test_packed_batches.complaints(made, made.run())))
-    assert kernels(compiled) >= ATTENTION
-
-
-@pytest.mark.parametrize("names", ["bottom_right lengths gqa sinks"])
-def test_packed_decode(compiled, small, names):
-    n = small.keys_of_decode
-    sizes = ((1, n), (0, 3), (3, n - 60), (2, 0), (1, 1))
-    made = test_packed_batches.batch(named(names), DTYPES["bfloat16"], sizes, small.d)
-    passed(list(test_packed_batches.complaints(made, made.run(backward=False))))
-    assert kernels(compiled) == {"split_kernel", "combine_kernel"}
-
-
-# Pages of 20 keys, with gathered rows; and of 64 keys, a part of a tile or a whole one.
-paged = pytest.mark.parametrize("page", (20, 64))
-
-
-def in_pages(made, page):
-    """True if the batch gives the same bits with its keys in pages."""
-    most = dict(max_k=int(made.given["cu_k"].diff().max()))
-    given = test_pages.in_pages(made, page, torch.int32) | most
-    with torch.no_grad():
-        found = fastattn.attention_packed(**given, return_lse=True)
-        whole = fastattn.attention_packed(**made.given | most, return_lse=True)
-    return all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
-
-
-@paged
-@pytest.mark.parametrize("names", ("", "bottom_right float_mask gqa sinks"))
-def test_paged(compiled, small, names, page):
-    n = small.keys
-    sizes = ((5, 7), (0, 3), (n, 2 * n + 9), (3, 0), (n - 9, n))
-    made = test_packed_batches.batch(named(names), DTYPES["bfloat16"], sizes, small.d)
-    assert in_pages(made, page) and kernels(compiled) == {"forward_kernel"}
-
-
-@paged
-def test_paged_decode(compiled, small, page):
-    n = small.keys_of_decode
-    sizes = ((1, n), (0, 3), (3, n - 60), (2, 0))
-    features = named("bottom_right gqa")
-    made = test_packed_batches.batch(features, DTYPES["bfloat16"], sizes, small.d)
-    assert in_pages(made, page) and kernels(compiled) == {"split_kernel", "combine_kernel"}
-
-
-@pytest.mark.parametrize("page", (None, 20, 64))
-@pytest.mark.parametrize("storage", test_storage.NAMES)
-def test_rows_of_eight_bits(compiled, small, storage, page):
-    """Many rows and few give the results of the dequantised rows, but not their bits: Triton lays
-    out converted operands differently, which changes the order of sums."""
-    for n, rows in (small.keys, 37), (small.keys_of_decode, 3):
-        sizes = ((rows, n), (0, 3), (1, 1))
-        made = test_packed_batches.batch(named("gqa"), DTYPES["bfloat16"], sizes, small.d)
-        stored, plain = test_storage.kept(made, test_storage.NAMES[storage])
-        expected = test_storage.run(plain | dict(max_k=n), "triton")
-        made.given = stored
-        given = test_pages.in_pages(made, page) if page else stored
-        found = test_storage.run(given | dict(max_k=n), "triton")
-        for x, y in zip(expected, found, strict=True):
-            eps = torch.finfo(x.dtype).eps
-            torch.testing.assert_close(y, x, rtol=4 * eps, atol=4 * eps)
-
-
-def named(names):
-    return tuple(FEATURE[x] for x in names.split())
 
 
 # --- every tile of the tables ---------------------------------------------------------------------
