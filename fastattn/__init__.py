@@ -17,7 +17,7 @@ from . import (
 from .api import attention, attention_packed, attention_weights
 from .backends.base import available_backends
 from .backends.native import libraries
-from .call.place import Place
+from .call.spec import Place
 from .dispatch import (
     dispatcher,
     library_ops,

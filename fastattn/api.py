@@ -17,21 +17,22 @@ from .backends.shared.per_sequence import longest
 from .backends.triton.runtime import unavailable as triton_unavailable
 from .call.argument_hints import by_position
 from .call.int4 import INT4
-from .call.need import need_a_tensor, need_dense
+from .call.need import alignment, flag, need_a_tensor, need_dense, real, whole
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
-from .call.place import EVERYTHING, NUMBERS, Place
 from .call.quantisation import STORAGE
 from .call.qv import joined
-from .call.scalars import alignment, flag, real, whole
 from .call.signatures import refuse_unknown, with_arguments
 from .call.spec import (
     ARGUMENTS,
     DEFAULTS,
+    EVERYTHING,
+    NUMBERS,
     TOKENS,
     UNLIMITED,
     Arguments,
     MaskMod,
     Options,
+    Place,
     ScoreMod,
     Tensors,
     acc_dtype,

@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import Unpack  # torch depends on it
 
 from .api import no_values, prepare
+from .call.need import flag
 from .call.qv import joined_with_tangents
-from .call.scalars import flag
 from .call.signatures import tangents_among, with_tangents
 from .call.spec import TangentArguments, Tangents, Tensors
 from .call.validation import check, need_tangent

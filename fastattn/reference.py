@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack  # torch depends on it
 
-from .call.place import EVERYTHING, Place
 from .call.signatures import refuse_unknown, with_arguments
-from .call.spec import MaskArguments
+from .call.spec import EVERYTHING, MaskArguments, Place
 
 WEYL = 0x9E3779B9, 0xBB67AE85  # Philox-4x32: each round adds these to the key
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

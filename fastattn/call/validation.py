@@ -17,7 +17,6 @@ from torch import Tensor
 from . import argument_hints
 from .int4 import BLOCK, BLOCK_BYTES, INT4, columns, row_bytes
 from .need import need, need_a_tensor, need_dense, shape_of
-from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
 from .sizes import agree, broadcasts, divides
 from .spec import (
@@ -25,10 +24,13 @@ from .spec import (
     BLOCK_KEYS,
     BLOCK_ROWS,
     DROPOUT_PERIODS,
+    EVERYTHING,
+    NUMBERS,
     TOKENS,
     Argument,
     AttentionSpec,
     Options,
+    Place,
     Tensors,
     acc_dtype,
     result_letters,

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
 
-from ..call.place import EVERYTHING
-from ..call.spec import AttentionSpec, Options
+from ..call.spec import EVERYTHING, AttentionSpec, Options
 from ..namespace import PACKAGE
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -12,15 +12,14 @@ from typing_extensions import Unpack
 
 from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_arguments
 from ..backends.shared.value_checks import check_values
-from ..call.need import need_a_tensor
-from ..call.place import EVERYTHING
-from ..call.scalars import flag
+from ..call.need import flag, need_a_tensor
+from ..call.spec import EVERYTHING
 from ..call.validation import check, describe
 from ..dispatch.library_ops import opaque_to_dynamo
 from . import cost_model, gather, ring, ulysses, usp
 from .consistency import NOTHING, ROWS, UNCLEAR, Own, Team, facts_of, mask_rows, need_team, told
 from .consistency import agree as _agree
-from .cost_model import Cost
+from .cost_model import Cost, machine_of
 from .global_call import (
     NO_FUNCTIONS,
     GlobalCall,
@@ -29,7 +28,6 @@ from .global_call import (
     traced,
 )
 from .layout import CONTIGUOUS, Layout, need_layout, size_of, spans_of
-from .machines import machine_of
 
 OF_ROWS = (-2,)  # of q, k, v and mask, counted from the end
 

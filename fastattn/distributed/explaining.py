@@ -13,9 +13,8 @@ from ..dispatch.library_ops import opaque_to_dynamo
 from . import cost_model
 from .attention_call import STRATEGIES, Strategy, cheapest, weighed, whole, why_not
 from .consistency import need_team
-from .cost_model import CallSizes, Cost, size_of
+from .cost_model import CallSizes, Cost, Machine, machine_of, size_of
 from .layout import CONTIGUOUS, Layout
-from .machines import Machine, machine_of
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..call.place import Place
-from ..call.spec import ARGUMENTS, DIFFERENTIABLE, acc_dtype
+from ..call.spec import ARGUMENTS, DIFFERENTIABLE, Place, acc_dtype
 from ..score_mods.tracing import trace_mask_mod, trace_score_mod
 from . import layout
 from .collectives import Gather, Shape, Shared

@@ -22,8 +22,7 @@ from ..backends.shared.per_sequence import longest
 from ..backends.shared.value_checks import check_values
 from ..call.need import need, need_a_tensor
 from ..call.packed_layout import heads_first, rows_first
-from ..call.place import EVERYTHING
-from ..call.spec import ARGUMENTS
+from ..call.spec import ARGUMENTS, EVERYTHING
 from ..call.validation import check, describe
 from ..dispatch.library_ops import opaque_to_dynamo
 from . import layout

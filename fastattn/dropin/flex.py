@@ -20,7 +20,7 @@ from .. import reference
 from ..api import attend, autocast, draw_seed, may_autocast, runs_programs
 from ..backends.base import in_order
 from ..backends.base import names as backend_names
-from ..call.scalars import flag
+from ..call.need import flag
 from ..call.sizes import divides, holds, is_decided, known
 from ..call.spec import TOKENS, MaskMod, ScoreMod, acc_dtype
 from ..require_torch import TORCH_VERSION

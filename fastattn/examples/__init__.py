@@ -4,7 +4,7 @@
     python -m fastattn.examples.serve          continuous batching over a paged cache
     python -m fastattn.examples.translate      an encoder-decoder that reads number words
     python -m fastattn.examples.meanflow       a one-step flow, trained with attention's jvp
-    python -m fastattn.examples.flex_gallery   functions of flex_attention, drawn and timed
+    python -m fastattn.examples.flex_gallery   functions of flex_attention, verified and drawn
     python -m fastattn.examples.long_context   a sequence split over ranks, trained as on one
     python -m fastattn.examples.sparse_lm      rows that select their keys, beside all keys
 

@@ -1,17 +1,12 @@
-"""Fifteen functions of flex_attention: traced, recognised, verified, timed and drawn.
+"""Fifteen functions of flex_attention: traced, recognised, verified and drawn.
 
-Each is compared with a plain implementation in float64, output and gradients, before it is timed.
-Its bits are compared with those of `fastattn.attention` with the same function as a mask: the words
-are those of out, and of the gradients of q, k and v. Times are on one thread, divided by those of
-torch's scaled_dot_product_attention with a dense mask: of a forward pass, and of a training step
-with the gradients of q, k and v. --compiled divides that of a forward pass by that of torch's
-compiled flex_attention, too, which has no backward on CPUs. The dense mask, the block mask and the
-compiled code exist before the clock starts; a call of ours begins with its functions.
+Each is compared with a plain implementation in float64, output and gradients. Its bits are compared
+with those of `fastattn.attention` with the same function as a mask: the words are those of out, and
+of the gradients of q, k and v. `python -m bench race flex compiled-flex` times such functions.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.functional import scaled_dot_product_attention
 
 import fastattn
 from fastattn.score_mods.additive import as_sum
@@ -33,7 +26,6 @@ from .flex_functions import FUNCTIONS, HEADS, Function
 
 HEAD_DIM = 64
 BLOCK = 64  # rows and keys of a block
-ROUNDS = 5  # of each time; the median of their ratios counts
 MICROSECONDS = 1e6
 OF_TABLES = 2e-5
 LARGEST_TRACE = 5000  # microseconds: the bound of a first call
@@ -54,9 +46,6 @@ class Found(NamedTuple):
         plain: The same of a plain implementation in float32.
         bits: For out and for the gradients of q, k and v, whether they are those of a mask, bit for
             bit. None: the function is no sum of the score and a mask.
-        compiled: Our time divided by that of compiled flex_attention. None: not timed.
-        dense: Our time of a forward pass divided by that of a dense mask.
-        step: The same of a forward and a backward pass.
     """
 
     traced: float
@@ -68,9 +57,6 @@ class Found(NamedTuple):
     error: list[float]
     plain: list[float]
     bits: list[bool] | None
-    compiled: float | None
-    dense: float
-    step: float
 
     def hidden(self) -> float:
         """The share of blocks that interval arithmetic finds hidden."""
@@ -116,13 +102,6 @@ def ours(function: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return fastattn.flex_attention(q, k, v, function.score_mod, mask_mod=function.mask_mod)
 
 
-def stepped(run: Callable, given: Sequence[Tensor]) -> Callable:
-    """A training step: a call of run, and the gradients of q, k and v."""
-    leaves = [x.detach().requires_grad_() for x in given]
-    gradient = torch.ones_like(leaves[0])
-    return lambda: torch.autograd.grad(run(*leaves), leaves, gradient)
-
-
 def as_mask(function: Function, n: int) -> Callable:
     """A call of `fastattn.attention` with what a function amounts to."""
     seen, added = shown_pairs(function, n), scores_of_zero(function, n)
@@ -137,20 +116,6 @@ def same_bits(function: Function, given: Sequence[Tensor], is_sum: bool) -> list
     n, fixed = given[0].shape[2], function._replace(learned=None)
     of_mask = results(as_mask(function, n), fixed, given)
     return [torch.equal(x, y) for x, y in zip(results(ours, fixed, given), of_mask)]
-
-
-def ratio(run: Callable, other: Callable) -> float:
-    """The time of a call divided by that of another: the median over rounds of both in turn."""
-    run(), other()
-    ratios = []
-    for _ in range(ROUNDS):
-        times = []
-        for call in (run, other):
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-        ratios.append(times[0] / times[1])
-    return sorted(ratios)[ROUNDS // 2]
 
 
 def names(found: Structure) -> str:
@@ -194,16 +159,6 @@ def trace_time(function: Function) -> float:
     return min(times) * MICROSECONDS
 
 
-def compiled_call(function: Function, q: Tensor, k: Tensor, v: Tensor) -> Callable:
-    """A call of torch's flex_attention, compiled and run once, with its block mask."""
-    n = q.shape[2]
-    mask = function.mask_mod
-    shown = mask and torch_flex.create_block_mask(mask, None, None, n, n, device="cpu")
-    run: Any = torch.compile(torch_flex.flex_attention, dynamic=False)
-    run(q, k, v, function.score_mod, shown)
-    return lambda: run(q, k, v, function.score_mod, shown)
-
-
 def shown_pairs(function: Function, n: int) -> Tensor:
     """[n, n] bool: the pairs that a function shows."""
     if function.mask_mod is None:
@@ -218,7 +173,7 @@ def scores_of_zero(function: Function, n: int) -> Tensor | None:
     return function.score_mod(torch.zeros(1, HEADS, n, n), *indices(n))
 
 
-def measure(function: Function, n: int, with_compiled: bool) -> Found:
+def measure(function: Function, n: int) -> Found:
     draws = torch.Generator().manual_seed(0)
     given = torch.randn(3, 1, HEADS, n, HEAD_DIM, generator=draws).unbind()
     score, mask, tensors = trace(function)
@@ -232,17 +187,6 @@ def measure(function: Function, n: int, with_compiled: bool) -> Found:
 
     parts = None if score is None else as_sum(score)
     is_sum = score is None or (parts is not None and parts.softcap is None)
-    dense = seen if added is None else added.masked_fill(~seen, -torch.inf)
-    with torch.no_grad():
-        beside_mask = ratio(
-            lambda: ours(function, *given),
-            lambda: scaled_dot_product_attention(*given, attn_mask=dense),
-        )
-        compiled = None
-        if with_compiled:
-            compiled = ratio(lambda: ours(function, *given), compiled_call(function, *given))
-    sdpa = lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=dense)  # noqa: E731
-    call = lambda q, k, v: ours(function, q, k, v)  # noqa: E731
     return Found(
         traced=trace_time(function),
         operations=sum(len(x.values) for x in (score, mask) if x is not None),
@@ -253,9 +197,6 @@ def measure(function: Function, n: int, with_compiled: bool) -> Found:
         error=error,
         plain=same_dtype,
         bits=same_bits(function, given, is_sum),
-        compiled=compiled,
-        dense=beside_mask,
-        step=ratio(stepped(call, given), stepped(sdpa, given)),
     )
 
 
@@ -266,15 +207,13 @@ def words(bits: list[bool] | None) -> str:
 def table(found: dict[str, Found]) -> list[str]:
     lines = [
         f"{'function':<19}{'traced':>9}{'values':>8}{'hidden':>9}{'out':>9}{'q, k, v':>9}"
-        f"{'table':>9}  {'bits':<10}{'/compiled':>9}{'/dense':>8}{'step':>7}  recognised"
+        f"{'table':>9}  {'bits':<10}recognised"
     ]
     for name, x in found.items():
-        compiled = "-" if x.compiled is None else f"{x.compiled:.2f}"
         of_table = f"{x.error[2]:.1e}" if len(x.error) > 2 else "-"
         lines.append(
             f"{name:<19}{x.traced:>6.0f} us{x.operations:>8}{x.hidden():>9.0%}{x.error[0]:>9.1e}"
-            f"{x.error[1]:>9.1e}{of_table:>9}  {words(x.bits):<10}{compiled:>9}{x.dense:>8.2f}"
-            f"{x.step:>7.2f}  {x.recognised}"
+            f"{x.error[1]:>9.1e}{of_table:>9}  {words(x.bits):<10}{x.recognised}"
         )
     return lines
 
@@ -331,10 +270,7 @@ def draw(found: dict[str, Found], path: Path) -> None:
             ax.add_patch(_grey(key * BLOCK - 0.5, row * BLOCK - 0.5))
         ax.set_title(name, weight="bold")
         ax.set(xticks=[], yticks=[], xlim=(-0.5, n - 0.5), ylim=(n - 0.5, -0.5))
-        times = [f"{x.dense:.2f}x dense mask"]
-        if x.compiled is not None:
-            times.insert(0, f"{x.compiled:.2f}x compiled flex")
-        ax.set_xlabel(f"{x.hidden():.0%} of blocks hidden\n{', '.join(times)}", fontsize=9)
+        ax.set_xlabel(f"{x.hidden():.0%} of blocks hidden", fontsize=9)
     figure.suptitle(
         "flex_attention's functions: rows are queries, columns keys; interval arithmetic finds the "
         "grey blocks hidden;\ncolours: what a score of 0 becomes in the first head",
@@ -352,19 +288,14 @@ def _grey(x: float, y: float) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     made = parser("flex_gallery", __doc__)
     made.add_argument("--tokens", type=int, default=1024, help=f"a multiple of {2 * BLOCK}")
-    made.add_argument(
-        "--compiled", action="store_true", help="time torch's compiled flex_attention, in minutes"
-    )
     options = parse(made, arguments)
     if options.tokens % (2 * BLOCK) or options.tokens < 256:
         made.error(
             f"--tokens: got {options.tokens}, expected a multiple of {2 * BLOCK}, 256 or more"
         )
-    if options.compiled and not shutil.which("g++"):
-        made.error("--compiled: no g++ was found, which torch's compiler needs on CPUs")
     torch.set_num_threads(1)
     found = {
-        name: measure(FUNCTIONS[name](options.tokens), options.tokens, options.compiled)
+        name: measure(FUNCTIONS[name](options.tokens), options.tokens)
         for name in progress(list(FUNCTIONS), "functions")
     }
     print("\n".join(table(found)))

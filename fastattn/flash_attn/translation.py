@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_packed, attention_weights, draw_seed
-from ..call.place import Place
+from ..call.spec import Place
 from .checks import need_shape, refuse_int4, within
 
 Arguments = dict[str, Any]  # keyword arguments of `fastattn.attention`

@@ -21,9 +21,8 @@ from ..api import attention_packed
 from ..backends.native.marshalling import kind
 from ..backends.shared.value_checks import checks_values
 from ..call.int4 import BLOCK, INT4
-from ..call.need import need_a_tensor, need_constant
+from ..call.need import flag, need_a_tensor, need_constant, whole
 from ..call.quantisation import STORAGE
-from ..call.scalars import flag, whole
 from ..call.spec import CacheArguments
 from ..call.validation import DTYPES
 from ..dispatch.torch_function import is_compiling

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ..api import attention_packed
-from ..call.place import EVERYTHING
 from ..call.quantisation import dequantised
 from ..call.sizes import known
-from ..call.spec import PUBLIC, acc_dtype
+from ..call.spec import EVERYTHING, PUBLIC, acc_dtype
 from ..call.validation import DTYPES, check_alone
 from ..merging import merge
 from ..score_mods.lowering import MOST_COPIED

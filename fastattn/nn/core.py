@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import api
-from ..call.scalars import flag
+from ..call.need import flag
 from ..call.sizes import agree, broadcasts
 from ..dispatch import torch_function
 from ..module_types import AsForward

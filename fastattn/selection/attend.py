@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack  # torch depends on it
 
 from ..api import attention_packed
-from ..call.scalars import alignment, flag, whole
+from ..call.need import alignment, flag, whole
 from ..call.signatures import refuse_unknown, with_arguments
 from ..call.sizes import agree, divides, holds
 from ..call.spec import ScoreArguments

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..call.scalars import alignment, flag, whole
+from ..call.need import alignment, flag, whole
 from ..call.sizes import divides, known
 from .highest import highest
 from .seen import (

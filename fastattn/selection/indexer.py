@@ -11,7 +11,7 @@ from torch import Tensor, get_num_threads
 
 from ..backends.native import libraries
 from ..backends.native.libraries import DTYPE, TENSOR
-from ..call.scalars import alignment, flag, whole
+from ..call.need import alignment, flag, whole
 from ..call.spec import acc_dtype
 from ..namespace import add_op_namespace_prefix
 from .highest import highest

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastattn import distributed
-from fastattn.distributed import cost_model, machines
+from fastattn.distributed import cost_model
 from fastattn.distributed import layout as layouts
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 
@@ -164,10 +164,10 @@ def test_every_score_is_computed_once(strategy, mesh, backward):
 
 def test_a_ring_hop_costs_the_longer_of_compute_and_transfer():
     """Computed by hand, for a machine with round rates: two ranks, two hops, forward."""
-    link = machines.Link(rate=100.0, latency=0.5, message=0.25)
+    link = cost_model.Link(rate=100.0, latency=0.5, message=0.25)
     flops = {torch.float32: (1000.0, 1000.0)}
     given = dict(memory=math.inf, call=0.0, merge=0.0, node=1, near=link, far=link)
-    machine = machines.Machine("", flops, **given)
+    machine = cost_model.Machine("", flops, **given)
     spans = layouts.spans("contiguous", 20, 2)
     c = cost_model.CallSizes((2,), spans, spans, 1, 2, 1, 3, 4, torch.float32)
     hop = 2 * (2 * 10 * 10) * (3 + 4) / 1000  # 2.8
@@ -182,7 +182,7 @@ def test_a_ring_hop_costs_the_longer_of_compute_and_transfer():
 @pytest.mark.parametrize("strategy, mesh", SHAPES.items())
 def test_cost_rises_with_work_and_falls_with_ranks(strategy, mesh):
     def found(n, mesh=mesh, **more):
-        return cost_model.cost(strategy, of_sizes(n, mesh, **more), machines.H100)
+        return cost_model.cost(strategy, of_sizes(n, mesh, **more), cost_model.H100)
 
     small, large = found(1 << 16), found(1 << 17)
     assert all(x < y for x, y in zip(small, large))
@@ -197,7 +197,7 @@ def test_hops_and_balance_are_seen():
     """A window omits hops; zigzag halves a causal ring's time; both only where they should."""
 
     def ring(layout, **more):
-        return cost_model.cost("ring", of_sizes(1 << 18, (8,), layout, **more), machines.H100)
+        return cost_model.cost("ring", of_sizes(1 << 18, (8,), layout, **more), cost_model.H100)
 
     assert ring("zigzag").seconds < 0.6 * ring("contiguous").seconds
     window = ring("contiguous", lo=-4096)

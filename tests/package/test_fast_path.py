@@ -97,31 +97,27 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_results_have_the_bits_and_strides_of_the_general_path(ran, shape, dtype):
-    for layout in LAYOUTS.values():
-        q, k, v = map(layout, tensors(*SHAPES[shape], dtype=DTYPES[dtype]))
-        for given in ({}, {"causal": True}, {"causal": "bottom_right"}, {"scale": 0.3}):
-            found = fastattn.attention(q, k, v, **given)
-            with general():
-                assert same(found, fastattn.attention(q, k, v, **given))
-    assert ran == [True] * len(ran) and ran
+CALLS = {  # a call, the name of its causal argument, and what it gets with it
+    "attention": (fastattn.attention, "causal", (True, "bottom_right")),
+    "torch's": (fastattn.scaled_dot_product_attention, "is_causal", (True,)),
+}
 
 
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_torchs_function_has_the_bits_and_strides_of_the_general_path(ran, shape, dtype):
-    calls = 0
+def test_results_have_the_bits_and_strides_of_the_general_path(ran, shape, dtype, name):
+    call, causal, alignments = CALLS[name]
     for layout in LAYOUTS.values():
         q, k, v = map(layout, tensors(*SHAPES[shape], dtype=DTYPES[dtype]))
-        k, v = (x.repeat_interleave(q.shape[1] // max(x.shape[1], 1), 1) for x in (k, v))
-        for given in ({}, {"is_causal": True}, {"scale": 0.3}):
-            found = fastattn.scaled_dot_product_attention(q, k, v, **given)
-            calls += 1
+        if name == "torch's":
+            k, v = (x.repeat_interleave(q.shape[1] // max(x.shape[1], 1), 1) for x in (k, v))
+        for given in ({}, {"scale": 0.3}, *({causal: x} for x in alignments)):
+            found = call(q, k, v, **given)
             with general():
-                assert same(found, fastattn.scaled_dot_product_attention(q, k, v, **given))
-    assert ran == [shape != "another head dim of values"] * calls
+                assert same(found, call(q, k, v, **given))
+    takes = name == "attention" or shape != "another head dim of values"
+    assert ran == [takes] * len(ran) and ran
 
 
 def test_settings_of_torch_act_as_on_the_general_path(ran):

@@ -11,7 +11,7 @@ import fastattn
 from fastattn import api
 from fastattn.backends.native import libraries, marshalling
 from fastattn.dispatch import operation
-from tests.package.test_fast_path import plain, pytestmark  # noqa: F401
+from tests.package.test_fast_path import Subclass, plain, pytestmark  # noqa: F401
 from tests.support.threads import in_threads
 
 
@@ -167,8 +167,9 @@ def test_arguments_that_a_plan_does_not_see():
 
 def test_calls_leave_nothing_behind():
     q, k, v = plain()
+    leaves, mask = [x.clone().requires_grad_() for x in (q, k, v)], torch.randn(4, 4)
     arguments = {"causal": True, "scale": 0.25}
-    held = q, k, v, arguments, api._FAST, None, True, False, 0.25
+    held = q, k, v, mask, *leaves, arguments, api._FAST, None, True, False, 0.25, torch.Tensor
 
     def calls(n):
         for _ in range(n):
@@ -177,12 +178,15 @@ def test_calls_leave_nothing_behind():
             fastattn.scaled_dot_product_attention(q, k, v)
             marshalling.attend(api._FAST, q, k, "v", {})
             marshalling.attend(api._FAST, q, k, v[0], {})
+            fastattn.attention(q, k, v, mask=mask)
+            fastattn.attention(q.as_subclass(Subclass), k, v)
+            torch.autograd.grad(fastattn.attention(*leaves).sum(), leaves)
         gc.collect()
         return [sys.getrefcount(x) for x in held], sys.getallocatedblocks()
 
-    calls(100)
+    calls(500)  # caches fill
     before, blocks = calls(100)
-    after, more = calls(10_000)
+    after, more = calls(600)
     assert all(abs(x - y) < 50 for x, y in zip(before, after)), (before, after)
     assert abs(more - blocks) < 500, more - blocks
 
@@ -199,16 +203,25 @@ def test_the_number_of_plans_is_bounded():
     assert sys.getrefcount(path) == first
 
 
-def test_many_threads_call_at_once():
-    """Short kernels hold the GIL and longer ones release it, while plans are forgotten."""
+def test_many_threads_call_at_once(one_thread):
+    """Short kernels hold the GIL and longer ones release it, while plans are forgotten. Calls with
+    a gradient and without one take turns."""
     calls = [plain(m, n) for m, n in ((1, 1), (3, 5), (64, 64), (300, 200), (2, 2000))]
-    rights = [attend(*x) for x in calls]
+
+    def with_gradient(q, k, v):
+        leaf = q.clone().requires_grad_()
+        out = fastattn.attention(leaf, k, v)
+        return out.detach(), *torch.autograd.grad(out.sum(), leaf)
+
+    rights = [(attend(*x), *with_gradient(*x)) for x in calls]
 
     def work(first):
-        for at in range(100):
+        for at in range(40):
             which = (first + at) % len(calls)
-            assert attend(*calls[which]).equal(rights[which])
+            found = attend(*calls[which]), *with_gradient(*calls[which])
+            assert all(map(torch.equal, found, rights[which]))
             if at % 7 == 0:
                 operation.forget_plans()
+                api._remembered.cache_clear()
 
     in_threads(work)

@@ -5,7 +5,7 @@ import torch
 
 import fastattn
 from fastattn import api
-from fastattn.call.place import Place
+from fastattn.call.spec import Place
 from fastattn.dispatch import dispatcher
 
 

@@ -15,8 +15,7 @@ from ..shared.gathered_pages import Rows, sink_gradient
 from ..shared.per_sequence import backward_in_turn
 from ..shared.value_checks import check_values
 from . import libraries
-from .extents import refused
-from .launcher import AFTER, PLACES, Launcher, Prepared, convert, in_grad_order, prepared
+from .launcher import AFTER, PLACES, Launcher, Prepared, convert, in_grad_order, prepared, refused
 from .marshalling import launch, pack
 from .score_mod_code import encode
 

@@ -18,9 +18,8 @@ from ..preference import passes_of
 from ..shared import cuda_errors, gpu
 from ..shared.value_checks import check_values
 from . import libraries
-from .extents import refused
 from .imagined import imagined
-from .launcher import AFTER, PLACES, Launcher, Prepared, convert
+from .launcher import AFTER, PLACES, Launcher, Prepared, convert, refused
 from .marshalling import launch_on, pack
 
 SM_80, SM_90 = 80, 90

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, empty, get_num_threads
 
-from ...call.spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tangents, Tensors
+from ...call.spec import ARGUMENTS, DIFFERENTIABLE, RESULTS, AttentionSpec, Tangents, Tensors
 from ..base import Layout, dense_layout, in_order
 from ..shared.per_sequence import backward_in_turn, second_in_turn
 from . import libraries
-from .extents import refused
 from .marshalling import pack, places
 
 # The tensors of each pass after the call's own: field of FaCall -> `Argument.passed_as`.
@@ -286,3 +285,44 @@ def _as_inputs(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dic
 
 def _with_heads(spec: AttentionSpec, weights: Tensor) -> Tensor:
     return weights[:, None] if spec.average_heads else weights
+
+
+# -------------------------------------------------------------------------- results of other sizes
+
+# csrc/common/extents.h compares the sizes of results before the library writes.
+_LETTERS = {  # dimensions of what passes write, except gradients
+    "out": RESULTS["out"],
+    "lse": RESULTS["normaliser"],
+    "weights": RESULTS["weights"],
+    "out_t": RESULTS["out"],
+    "lse_t": RESULTS["lse"],
+}
+
+
+def refused(status: int, spec: AttentionSpec, after: Mapping[str, Tensor | None]) -> RuntimeError:
+    """The error for this status. after: the pass's tensors beside those of the call, by field."""
+    name = libraries.WRITTEN[status - libraries.BAD_EXTENT]
+    x = after[name]
+    got = None if x is None else tuple(x.shape)
+    return RuntimeError(
+        f"{name}: got shape {got}, expected {expected(spec, name)}; nothing was written. "
+        "fastattn made this tensor itself: please report the call"
+    )
+
+
+def expected(spec: AttentionSpec, name: str) -> str:
+    """The shape that a written tensor must have, in letters and numbers."""
+    B, M, N = spec.memory_sizes
+    sizes = {x: getattr(spec, x) for x in ("H", "Hk", "D", "Dv")} | {"2": 2, "B": B, "M": M, "N": N}
+    of = name[1:] if name[1:] in DIFFERENTIABLE else ""
+    a = ARGUMENTS.get(of)
+    letters = (a.shapes[0] if a else _LETTERS[name]).split()
+    if name == "weights" and spec.average_heads:
+        sizes["H"] = 1
+    if of in spec.given:  # gradients of mask and sinks
+        sizes |= {"B": spec.B, "M": spec.M, "N": spec.N}
+        letters = ["B", *(x for x in letters if x != "B")] if spec.packed else letters
+    text = f"({', '.join(letters)}) = {tuple(sizes[x] for x in letters)}"
+    if a is None or not a.broadcast:
+        return text
+    return f"{text}, or 1 for {'H, M and N' if spec.packed else 'any of them'}"

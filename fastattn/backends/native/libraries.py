@@ -14,6 +14,7 @@ import json
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from importlib import machinery, util
 from pathlib import Path
@@ -33,7 +34,6 @@ from ...call.spec import (
 )
 from ...namespace import PACKAGE
 from .elf import why_broken
-from .host import python_host
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
 OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE, BAD_INDEX, INTERRUPTED = range(7)  # FaStatus
@@ -398,3 +398,10 @@ def select_cpu_isa(name: str, decoding: str | None = None) -> None:
 def poison(on: bool) -> None:
     """For tests: let the kernels fill their scratch memory with NaN before they use it."""
     cpu().poison(int(on))
+
+
+def python_host() -> bytes:
+    """FaHost. Python runs the handlers of signals on its main thread alone."""
+    names = "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals"
+    entries = (ctypes.cast(getattr(ctypes.pythonapi, x), ctypes.c_void_p).value for x in names)
+    return struct.pack("=4Q", *entries, threading.main_thread().ident)

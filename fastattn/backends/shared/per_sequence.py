@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...call.need import whole
 from ...call.quantisation import dequantised
-from ...call.scalars import whole
 from ...call.spec import (
     ARGUMENTS,
     INCOMING,

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from ...call.spec import AttentionSpec, Feature, Tensors
-from ..base import COMMON_FEATURES, Support
+from ..base import BAD_INDEX, COMMON_FEATURES, Support
 from ..native.launcher import in_grad_order, prepared
 from ..shared import gpu
 from ..shared.gathered_pages import backward_of_pages
 from ..shared.gpu import on
 from ..shared.per_sequence import backward_in_turn
+from ..shared.value_checks import checks_values
 from . import tile_configs
-from .index_check import check_indices
+from .arguments import blocks
 from .job import Job
 from .launch_cache import interpreted
-from .runtime import unavailable
+from .runtime import kernels, unavailable
 
 
 class Triton:
@@ -103,3 +104,26 @@ class Triton:
             job = Job(spec, t, dweights)
             job.find_delta(None, t.given("normaliser"), None)
             return job.gradients(needs_grad)
+
+
+def check_indices(job: Job) -> None:
+    """Raise IndexError if a program indexes a captured tensor out of range at a pair that is seen.
+
+    On a GPU this runs only if FASTATTN_CHECK=1, as `check_values` does; otherwise such an index is
+    clamped.
+    """
+    if job.flags.outside is None or not checks_values(job.device):
+        return
+    c = job.config("index_check")
+    programs = blocks(job.M, c.BM) * job.spec.B * job.spec.H
+    found = job.t.q.new_empty(programs, dtype=torch.int32)
+    job.launch(
+        kernels().index_check.index_check_kernel,
+        "index_check",
+        lambda c: programs,
+        (),
+        (found,),
+        F=job.flags._replace(block_mask=False, tma=False),
+    )
+    if found.any():
+        raise IndexError(BAD_INDEX)
