@@ -3,6 +3,11 @@
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def small(one_thread):
+    """Models are tiny: threads would only wait for each other."""
+
+
 @pytest.fixture
 def calls(monkeypatch, registered):
     """The arguments of every call by name; "call" is the function that was called."""

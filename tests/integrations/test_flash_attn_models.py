@@ -19,7 +19,7 @@ from tests.support.transformers_families import FAMILY, inputs, text
 from tests.support.transformers_families import made as made_of
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "installed"),
+    pytest.mark.usefixtures("installed"),
     pytest.mark.filterwarnings("ignore"),  # of transformers itself
 ]
 # The implementation to compare with. That of sdpa has no softcap and no sinks.

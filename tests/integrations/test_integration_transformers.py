@@ -11,7 +11,7 @@ from ..support.marks import parametrize  # noqa: E402
 from ..support.transformers_families import FAMILIES, Family, inputs, made, text  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "registered"),
+    pytest.mark.usefixtures("registered"),
     pytest.mark.filterwarnings("ignore"),  # transformers' own warnings
 ]
 

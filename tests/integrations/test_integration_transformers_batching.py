@@ -27,7 +27,6 @@ from ..support.marks import parametrize  # noqa: E402
 from ..support.transformers_families import FAMILY, VOCABULARY, made  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # transformers' own warnings
 ]
 # Full attention; a window; both kinds of layers, with softcap, without, and with sinks.

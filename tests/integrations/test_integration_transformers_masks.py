@@ -19,7 +19,6 @@ from ..support.marks import parametrize  # noqa: E402
 from ..support.transformers_families import FAMILY, VOCABULARY, made, text  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # transformers' own warnings
 ]
 MODULE = types.SimpleNamespace(is_causal=True)
@@ -120,8 +119,7 @@ def test_results_equal_those_of_the_dense_mask(kind, place):
         dout = torch.randn_like(out)
         mine = torch.autograd.grad(out, (q, k, v), dout)
         theirs = torch.autograd.grad(expected, (q, k, v), dout.transpose(1, 2))
-        for x, y in zip(mine, theirs):
-            torch.testing.assert_close(x, y, msg=message_of)
+        torch.testing.assert_close(mine, theirs, msg=message_of)
 
 
 def seen_by(padding, N):

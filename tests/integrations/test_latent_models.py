@@ -12,7 +12,6 @@ from fastattn import mla  # noqa: E402
 from ..support.transformers_families import LATENT, SIZES  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # transformers' own warnings
 ]
 FAMILIES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu", "AXK1", "Mistral4")
@@ -112,8 +111,7 @@ def test_weights_of_attention():
         with torch.no_grad():
             past = model(tokens[:, :-1], use_cache=True).past_key_values
             found.append(model(tokens[:, -1:], past_key_values=past, output_attentions=True))
-    for x, y in zip(found[0].attentions, found[1].attentions, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[0].attentions, found[1].attentions, rtol=0, atol=1e-6)
 
 
 class Scaled(torch.nn.Linear):
@@ -171,8 +169,7 @@ def test_training_expands_keys(rows):
         model.zero_grad()
         model(tokens, labels=tokens).loss.backward()
         grads.append([x.grad.clone() for x in model.parameters() if x.grad is not None])
-    for x, y in zip(*grads, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
     assert not rows
 
 

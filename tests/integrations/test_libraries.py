@@ -23,7 +23,7 @@ from fastattn.integrations import diffusers as ours_for_diffusers
 from tests.support.marks import parametrize
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "nothing_is_small"),
+    pytest.mark.usefixtures("nothing_is_small"),
     pytest.mark.filterwarnings(
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
     ),  # from the libraries

@@ -28,9 +28,6 @@ from fastattn.integrations.transformers_masks import make_mask  # noqa: E402
 from .test_integration_transformers_batching import MODULE, Given, offsets  # noqa: E402
 from .test_transformers_selected import INDEXER, LATENT, SIZES  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # ------------------------------------------------------------------------------------- versions
 
 

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 ours = pytest.importorskip("fastattn.integrations.transformers_selected")
 integration = pytest.importorskip("fastattn.integrations.transformers")
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
+pytestmark = not_interpreted
 
 # Many heads: with few, all of a row's products may be negative, and its scores are then equal.
 INDEXER = dict(index_topk=5, index_n_heads=24, index_head_dim=16)

@@ -4,6 +4,6 @@ import pytest
 import torch
 
 
-@pytest.fixture
-def seeded():
+@pytest.fixture(autouse=True)
+def seeded(one_thread):
     torch.manual_seed(0)

@@ -13,8 +13,6 @@ from fastattn import nn
 from tests.support.backends import every_backend, small
 from tests.support.nn_naive import naive, same
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 MASKS = {
     "none": lambda m, n: None,
     "matrix": lambda m, n: torch.arange(n) % 3 != torch.arange(m)[:, None] % 3,
@@ -42,8 +40,7 @@ def test_a_mask_of_each_item(name, lead, shape, on):
     q, k, v = (torch.randn(*lead, n, 8) for n in (5, 7, 7))
     mask = torch.rand(shape) > 0.3
     found = nn.ScaledDotProductAttention()(q, k, v, mask, need_weights=True)
-    for x, y in zip(found, naive(q, k, v, mask), strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(found, naive(q, k, v, mask), rtol=2e-5, atol=2e-6)
 
 
 @every_backend
@@ -167,8 +164,7 @@ def test_masks_with_many_leading_dimensions(shape):
     q, k, v = (torch.randn(2, 4, 3, n, 8) for n in (5, 7, 7))
     mask = (torch.arange(math.prod(shape)) ** 2 % 5 - 1).view(shape)  # -1 shows, like all but 0
     found = nn.ScaledDotProductAttention()(q, k, v, mask, need_weights=True)
-    for x, y in zip(found, naive(q, k, v, mask), strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(found, naive(q, k, v, mask), rtol=2e-5, atol=2e-6)
 
 
 def test_results_compared_with_minus_1e9_of_the_tutorials():
@@ -247,8 +243,7 @@ def test_shared_head_attention(name, embed, heads, mask, on):
     if mask is None or (weights.sum(-1) > 0).all():
         same(found, expected, [*inputs, *module.parameters()])
     else:
-        for x, y in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
 @every_backend
@@ -301,8 +296,7 @@ def test_luong_attention(name, mask, on):
     expected = torch.tanh(module.combine(torch.cat([context, state], -1))), weights
     same(module(state, memory, mask, True), expected, [state, memory, *module.parameters()])
     out, weights = module(state[:, 1], memory, mask, need_weights=True)
-    for x, y in zip((out, weights), expected, strict=True):
-        torch.testing.assert_close(x, y[:, 1])
+    torch.testing.assert_close((out, weights), tuple(x[:, 1] for x in expected))
 
 
 @pytest.mark.parametrize("mask", [None, "padding", "all hidden"])

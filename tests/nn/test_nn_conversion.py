@@ -23,8 +23,6 @@ from tests.nn.test_nn_transformer import (
 )
 from tests.support.marks import parametrize
 
-pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
-
 # --- torch's -----------------------------------------------------------------------------------
 
 OPTIONS = [
@@ -93,8 +91,9 @@ def test_attention_is_torchs(itself, bias, masks):
     if leaves:
         grads = torch.autograd.grad(expected.square().sum(), leaves)
         leaves = [x, memory, *ours.parameters()]
-        for a, b in zip(torch.autograd.grad(found.square().sum(), leaves), grads):
-            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(
+            torch.autograd.grad(found.square().sum(), leaves), grads, rtol=2e-4, atol=2e-5
+        )
 
 
 @pytest.mark.parametrize("padding", [False, True])
@@ -119,8 +118,7 @@ def test_torchs_transformer_and_back(options, train, padding):
         parameters = nn.state_to_torch(dict(module.named_parameters()))
         assert parameters.keys() == names.keys()
         found = torch.autograd.grad(out.square().sum(), [src, tgt, *(parameters[x] for x in names)])
-        for x, y in zip(found, grads):
-            torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(found, grads, rtol=2e-4, atol=2e-5)
         with torch.no_grad():
             out = call(module, src, tgt, padding)[real]
         torch.testing.assert_close(out, expected, rtol=2e-5, atol=5e-6)

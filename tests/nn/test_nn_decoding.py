@@ -9,8 +9,6 @@ from fastattn import nn
 from tests.nn.test_nn_transformer import FF, SHOWN, B, E, H, M, N, drawn, tokens_model
 from tests.support.backends import every_backend, small
 
-pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
-
 # --- decoding ----------------------------------------------------------------------------------
 
 

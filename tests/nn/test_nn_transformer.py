@@ -11,8 +11,6 @@ from fastattn import nn
 from tests.support.backends import every_backend, small
 from tests.support.nn_naive import same
 
-pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
-
 E, H, FF, B, N, M = 12, 3, 20, 3, 7, 5
 CAUSAL = torch.ones(M, M, dtype=torch.bool).tril()
 SHOWN = torch.arange(N) < torch.tensor([N, 4, 2])[:, None]  # True where there is no padding

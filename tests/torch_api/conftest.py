@@ -1,6 +1,9 @@
 """A call on each backend and patches of torch's function, for the tests of this folder."""
 
+import sys
+
 import pytest
+import torch
 from torch.nn import functional as F
 
 import fastattn
@@ -8,6 +11,13 @@ from fastattn.dropin import patching
 
 TORCHS = F.scaled_dot_product_attention
 BACKENDS = [name for name, why in fastattn.available_backends().items() if why is None]
+
+
+@pytest.fixture(autouse=True)
+def fresh(one_thread):
+    """No test runs what another one has compiled."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(params=BACKENDS)

@@ -12,8 +12,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import fastattn
 from tests.support.multihead_cases import E, H, L, N, spy_on_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Model(nn.Module):
     """An encoder, a single attention module under two names, and modules without attention."""
@@ -219,20 +217,6 @@ def plain():
     return nn.MultiheadAttention(E, H)
 
 
-def parametrized():
-    return parametrizations.weight_norm(plain(), "in_proj_weight")
-
-
-def quantizable():
-    return torch.ao.nn.quantizable.MultiheadAttention(E, H)
-
-
-def scripted():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit.script is deprecated
-        return torch.jit.script(plain())
-
-
 def patched():
     module = plain()
     module.forward = lambda *args, **kwargs: (args[0], None)
@@ -241,9 +225,9 @@ def patched():
 
 LEFT = {
     "subclass": lambda: Special(E, H),
-    "parametrized": parametrized,
-    "quantizable": quantizable,
-    "scripted": scripted,
+    "parametrized": lambda: parametrizations.weight_norm(plain(), "in_proj_weight"),
+    "quantizable": lambda: torch.ao.nn.quantizable.MultiheadAttention(E, H),
+    "scripted": lambda: torch.jit.script(plain()),
     "forward was replaced": patched,
 }
 
@@ -294,7 +278,6 @@ def test_revert_names_what_changed_class_after_convert():
 
 
 def test_compiled_before_or_after_convert_gives_the_same(monkeypatch):
-    torch.compiler.reset()
     model, x = Model().eval(), torch.randn(N, L, E)
     expected = model(x)
     compiled = torch.compile(model, backend="eager")

@@ -115,10 +115,7 @@ def test_forward_mode_refuses_tensors_with_a_handler(monkeypatch):
 
 SCALARS = {
     "nothing": {},
-    "causal": dict(causal=True),
     "bottom right": dict(causal="bottom_right"),
-    "window": dict(window=(3, None)),
-    "softcap and scale": dict(softcap=2.0, scale=0.5),
     "dropout": dict(dropout_p=0.5, seed=3),
     "row_invariant": dict(row_invariant=True),
     "backend": dict(backend="reference"),

@@ -110,7 +110,6 @@ OF_ONE_LENGTH |= {"attention-learned-bias"}
 @parametrize("dynamic", [None, True], ids=["static", "dynamic"], fast=1)
 def test_one_graph_with_the_bits_of_eager_code(name, dynamic):
     call = CALLS[name]
-    torch._dynamo.reset()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for n in (N,) if name in OF_ONE_LENGTH or not dynamic else (N, 61):
         given = tensors(n)
@@ -134,13 +133,11 @@ def test_every_operator(whole, name, text):
     def program(x):
         return x + 1, trace_score_mod(score_mod).program.text()
 
-    torch._dynamo.reset()
     given = torch.zeros(1)
     assert torch.compile(program, backend="eager", fullgraph=True)(given)[1] == program(given)[1]
 
 
 def test_what_is_not_followed_breaks_the_graph():
-    torch._dynamo.reset()
     given = [x.detach() for x in tensors()]
     call = plain(mask_mod=lambda b, h, i, j: ~OPEN[j] | (i == j))
     assert torch.equal(torch.compile(call, backend="eager")(*given), call(*given))
@@ -150,7 +147,6 @@ def test_what_is_not_followed_breaks_the_graph():
 
 
 def test_a_new_length_of_a_captured_tensor_is_not_compiled_again():
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
 
     def model(q, k, v, documents):
@@ -183,7 +179,6 @@ class Model(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 @parametrize("strict", [True, False], ids=["strict", "not-strict"], fast=1)
 def test_an_exported_model_keeps_its_table_and_runs_at_any_length(strict):
-    torch._dynamo.reset()
     model = Model()
     length = torch.export.Dim("length", min=2, max=100)
     given = tuple(x.detach() for x in tensors())
@@ -203,7 +198,6 @@ def test_an_exported_model_keeps_its_table_and_runs_at_any_length(strict):
 
 
 def test_attention_jvp():
-    torch._dynamo.reset()
     q, k, v = (x.detach() for x in tensors())
 
     def call(q, k, v):
@@ -216,7 +210,6 @@ def test_attention_jvp():
 
 
 def test_a_branch_says_what_to_write():
-    torch._dynamo.reset()
     branching = lambda s, b, h, i, j: s if i > j else s + 1  # noqa: E731
     call, given = plain(score_mod=branching), [x.detach() for x in tensors()]
     with pytest.raises(TypeError, match=r"torch\.where"):
@@ -226,7 +219,6 @@ def test_a_branch_says_what_to_write():
 
 
 def test_an_index_out_of_range():
-    torch._dynamo.reset()
     short = torch.zeros(9)
     compiled = torch.compile(
         plain(score_mod=lambda s, b, h, i, j: s + short[i]), backend="eager", fullgraph=True
@@ -236,7 +228,6 @@ def test_an_index_out_of_range():
 
 
 def test_whole_numbers_of_more_than_32_bits():
-    torch._dynamo.reset()
     large = torch.arange(N) << 40
     given = [x.detach() for x in tensors()]
     call = plain(mask_mod=lambda b, h, i, j: large[i] + i >= large[j] + j)
@@ -260,7 +251,6 @@ class TestMod:
         assert copy.deepcopy(mod) is mod
 
     def test_elements_are_read_at_each_call(self):
-        torch._dynamo.reset()
         table = torch.zeros(N)
         mod = fastattn.Mod(lambda s, b, h, i, j: s + table[j])
         compiled = torch.compile(plain(score_mod=mod), backend="eager", fullgraph=True)
@@ -282,7 +272,6 @@ class TestMod:
             fastattn.Mod(fn)
 
     def test_a_score_mod_is_no_mask_mod(self):
-        torch._dynamo.reset()
         compiled = torch.compile(plain(mask_mod=MODS[0]), backend="eager", fullgraph=True)
         with pytest.raises(Exception, match="of a score_mod"):
             compiled(*tensors())

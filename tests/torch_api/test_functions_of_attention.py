@@ -96,8 +96,9 @@ def test_every_argument(name, functions, backend, monkeypatch):
         seen = lse > -torch.inf
         return torch.autograd.grad(out.sin().sum() + lse[seen].sum(), given)
 
-    for got, x in zip((*found, *grads(*found)), (*right, *grads(*right))):
-        torch.testing.assert_close(got, x, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(
+        (*found, *grads(*found)), (*right, *grads(*right)), rtol=1e-7, atol=1e-8
+    )
 
 
 OF_FORMS = {  # score_mods of the forms that are taken apart
@@ -138,8 +139,7 @@ def test_weights(name):
     probe = torch.randn(found.shape, generator=G, dtype=torch.float64)
     of_found = torch.autograd.grad((found * probe).sum(), (q, k))
     of_right = torch.autograd.grad((right * probe).sum(), (q, k))
-    for got, x in zip(of_found, of_right):
-        torch.testing.assert_close(got, x)
+    torch.testing.assert_close(of_found, of_right)
 
 
 def test_forward_mode():
@@ -149,8 +149,7 @@ def test_forward_mode():
     def run(*given):
         return exact(*given, causal=True)
 
-    for got, x in zip(found, torch.func.jvp(run, tuple(given), tuple(moves))):
-        torch.testing.assert_close(got, x)
+    torch.testing.assert_close(found, torch.func.jvp(run, tuple(given), tuple(moves)))
 
 
 def test_second_derivatives():
@@ -213,8 +212,7 @@ def test_packed(name):
     torch.testing.assert_close(out, right)
     leaves = q, k, v, table
     found = torch.autograd.grad(out.sin().sum(), leaves)
-    for got, x in zip(found, torch.autograd.grad(right.sin().sum(), leaves)):
-        torch.testing.assert_close(got, x)
+    torch.testing.assert_close(found, torch.autograd.grad(right.sin().sum(), leaves))
 
 
 @pytest.mark.parametrize("page_size", [None, 8])

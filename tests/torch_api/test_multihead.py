@@ -25,8 +25,6 @@ from tests.support.multihead_cases import (
     twins,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5)], fast=1)
 def test_grid_of_options_gives_torchs_results_and_gradients(dtype, tolerance):

@@ -22,9 +22,6 @@ from tests.support.multihead_cases import (
     twins,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # -- masks and hints ----------------------------------------------------------------------------
 
 
@@ -204,7 +201,6 @@ def test_autocast_gives_torchs_dtypes_and_float32_gradients(options, dtype):
 @parametrize("dynamic", [False, True], fast=1)
 @parametrize("need_weights", [True, False], fast=1)
 def test_compiles_as_one_graph_with_gradients(need_weights, dynamic):
-    torch.compiler.reset()
     ours = fastattn.MultiheadAttention(E, H, batch_first=True)
     compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (L, L + 4):
@@ -220,7 +216,6 @@ def test_compiles_as_one_graph_with_gradients(need_weights, dynamic):
 
 
 def test_compiled_dropout_is_dropout():
-    torch.compiler.reset()
     ours = fastattn.MultiheadAttention(E, H, dropout=0.5)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     x = torch.randn(16, N, E)

@@ -12,8 +12,6 @@ from torch import nn
 from tests.support.marks import parametrize
 from tests.support.multihead_cases import E, L, N, S, twins
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 MODULES = [(F32, BF16), (F32, F64), (BF16, F32), (F64, F32)]  # of the module, and of one parameter
 PARAMETERS = {

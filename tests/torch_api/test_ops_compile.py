@@ -14,8 +14,6 @@ from fastattn.dispatch.library_ops import split
 from tests.support.marks import parametrize
 from tests.support.torch_calls import everything, inputs, op_arguments, rand
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # threads would only wait for each other
-
 
 @pytest.mark.parametrize("grads", [False, True])
 def test_opcheck(grads):
@@ -32,8 +30,7 @@ def test_weights_by_a_given_lse_compile_as_one_graph_of_any_size():
     compiled = torch.compile(both, backend="eager", fullgraph=True)
     for M in (5, 9, 11):  # from the second size on, the compiler makes M a symbol
         q, (_, k, v) = rand(2, 4, M, 3), inputs()
-        for found, expected in zip(compiled(q, k, v), both(q, k, v)):
-            torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(compiled(q, k, v), both(q, k, v))
 
 
 def test_opcheck_of_the_backward_operators():
@@ -72,10 +69,8 @@ def test_compile_fullgraph(attention, compiler):
         return out * 2, lse
 
     tensors = (*inputs(dtype=torch.float32), rest["mask"], rest["sinks"])
-    torch._dynamo.reset()
     compiled = torch.compile(f, fullgraph=True, backend=compiler)
-    for a, b in zip(seen_by_autograd(compiled, tensors), seen_by_autograd(f, tensors)):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(seen_by_autograd(compiled, tensors), seen_by_autograd(f, tensors))
     with torch.no_grad():
         torch.testing.assert_close(compiled(*tensors)[0], f(*tensors)[0])
 
@@ -114,22 +109,21 @@ def test_compile_with_dynamic_shapes_never_compiles_again(attention):
     def f(q, k, v):
         return attention(q, k, v, causal=True, return_lse=True)
 
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=counter)
     frames = []
     # The compiler would unify sizes that are equal by chance.
     for B, M, N in ((5, 11, 13), (7, 9, 17), (10, 12, 15)):
         tensors = inputs(B=B, M=M, N=N, Dv=6, dtype=torch.float32)
-        for a, b in zip(seen_by_autograd(compiled, tensors), seen_by_autograd(f, tensors)):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(
+            seen_by_autograd(compiled, tensors), seen_by_autograd(f, tensors)
+        )
         frames.append(counter.frame_count)
     assert frames[0] == frames[-1] > 0
 
 
 def test_compile_draws_fresh_dropout_and_takes_seeds(attention):
     q, k, v = inputs(dtype=torch.float32)
-    torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def f(seed):
@@ -147,10 +141,8 @@ def test_compile_of_weights_and_sdpa():
         weights = fastattn.attention_weights(q, k, causal=True, average_heads=True)
         return weights, fastattn.scaled_dot_product_attention(q[0], k[0], v, is_causal=True)
 
-    torch._dynamo.reset()
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for a, b in zip(compiled(q, k, v), f(q, k, v)):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(compiled(q, k, v), f(q, k, v))
 
 
 def test_compile_under_autocast(attention):
@@ -160,7 +152,6 @@ def test_compile_under_autocast(attention):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return attention(q, k, v)
 
-    torch._dynamo.reset()
     out = torch.compile(f, fullgraph=True, backend="aot_eager")(q, k, v)
     assert out.dtype == torch.bfloat16 and out.equal(f(q, k, v))
 

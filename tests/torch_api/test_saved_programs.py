@@ -17,10 +17,7 @@ from torch.nn import functional as F
 
 import fastattn
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 E, H = 16, 4
 X = torch.linspace(-1, 1, 2 * 5 * E).view(2, 5, E)
 

@@ -12,7 +12,6 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import fastattn
 
 ours = fastattn.scaled_dot_product_attention
-pytestmark = pytest.mark.usefixtures("one_thread")
 INF = float("inf")
 
 

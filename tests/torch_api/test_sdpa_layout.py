@@ -15,10 +15,9 @@ import fastattn
 from tests.support.marks import parametrize
 
 ours, theirs = fastattn.scaled_dot_product_attention, F.scaled_dot_product_attention
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Lower right"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", "ignore:Lower right"
+)
 
 # ------------------------------------------------------------------------------------- the cases
 
@@ -347,7 +346,6 @@ def test_fake_and_meta_tensors(form, layout, given):
 
 @parametrize("form, layout, given", SEEN[::2], ids=lambda x: str(x) if x else "plain", fast=1)
 def test_compiled(form, layout, given):
-    torch._dynamo.reset()
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     found, wanted = (run(f, inputs(form, layout), None, **given) for f in (compiled, theirs))
     for a, b in zip(found[:2], wanted[:2]):
@@ -382,7 +380,6 @@ CHOSEN = {  # queries from x (20, 3, 4) and a mask of its rows
 @parametrize("same", [False, True], ids=["another key", "the same key"], fast=1)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_compiled_with_sizes_that_data_decide(name, same):
-    torch._dynamo.reset()
 
     def call(x, mask):
         q = CHOSEN[name](x, mask)
@@ -435,7 +432,6 @@ def test_flash_is_excluded():
         with sdpa_kernel(SDPBackend.MATH):
             return ours(*given), theirs(*given)
 
-    torch._dynamo.reset()
     for function in (both, torch.compile(both, backend="aot_eager", fullgraph=True)):
         found, wanted = function(*given)
         assert strides(found) == strides(wanted) == strides(rand(2, 3, 5, 4))

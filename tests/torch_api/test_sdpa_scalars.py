@@ -13,7 +13,6 @@ import fastattn
 from tests.support.marks import parametrize
 
 ours, theirs = fastattn.scaled_dot_product_attention, F.scaled_dot_product_attention
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 Q = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
 

@@ -1,6 +1,9 @@
-"""torch's profilers show every pass of every call once, under its operator's name, with time and
-memory."""
+"""torch's profilers show every pass of every call once, under its operator's name, with time,
+memory, shapes and flops."""
 
+import contextlib
+import json
+import threading
 from collections import Counter
 
 import pytest
@@ -8,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 from torch.profiler._memory_profiler import SchemaMatcher
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
+from fastattn.dispatch import run_pass
 from fastattn.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -23,7 +28,7 @@ from tests.support.ways import in_sdpa, mapped, multihead, out_alone, packed, ra
 REFERENCE = [] if INTERPRETED else ["reference"]
 every_backend = pytest.mark.parametrize("name", [*FUSED, *REFERENCE])
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "nothing_is_small"),
+    pytest.mark.usefixtures("nothing_is_small"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
 ]
 
@@ -34,6 +39,10 @@ CPU = [ProfilerActivity.CPU]
 
 def tensors():
     return [rand(B, H, N, D, seed=i) for i in range(3)]
+
+
+def tokens(x):
+    return x.transpose(1, 2)
 
 
 # ------------------------------------------------------------------------------------- ways in
@@ -91,11 +100,7 @@ WAYS = {  # (the call, its forward events, its backward events)
         ["attention_jvp"],
         ["attention_second"],
     ),
-    "scaled_dot_product_attention": (
-        fastattn.scaled_dot_product_attention,
-        FORWARD,
-        BACKWARD,
-    ),
+    "scaled_dot_product_attention": (fastattn.scaled_dot_product_attention, FORWARD, BACKWARD),
     "jagged": (jagged, FORWARD, BACKWARD),
     "sdpa": (in_sdpa, FORWARD, BACKWARD),
     "MultiheadAttention": (out_alone, FORWARD, BACKWARD),
@@ -107,18 +112,14 @@ WAYS = {  # (the call, its forward events, its backward events)
     "a converted layer": (encoder, FORWARD, BACKWARD),
     "CausalSelfAttention": (single, FORWARD, BACKWARD),
     "KVCache": (cached, FORWARD, None),
-    "flash_attn_func": (
-        lambda *x: flash_attn_func(*(y.transpose(1, 2) for y in x)),
-        FORWARD,
-        BACKWARD,
-    ),
+    "flash_attn_func": (lambda *x: flash_attn_func(*map(tokens, x)), FORWARD, BACKWARD),
     "flash_attn_varlen_func": (
         lambda *x: flash_attn_varlen_func(*map(rows, x), CU.int(), CU.int(), N, N),
         FORWARD,
         BACKWARD,
     ),
     "flash_attn_with_kvcache": (
-        lambda *x: flash_attn_with_kvcache(*(y.transpose(1, 2) for y in x)),
+        lambda *x: flash_attn_with_kvcache(*map(tokens, x)),
         FORWARD,
         None,
     ),
@@ -185,15 +186,8 @@ def test_second_derivatives():
             fastattn.attention(*given).square().sum(), given[0], create_graph=True
         )
         torch.autograd.grad(dq.square().sum(), given)
-    assert seen(prof) == Counter(
-        [
-            "attention",
-            "attention_backward",
-            "attention_jvp",
-            "attention_second",
-            "attention_backward",
-        ]
-    )
+    passes = ["attention_jvp", "attention_second"]
+    assert seen(prof) == Counter(FORWARD + 2 * BACKWARD + passes)
 
 
 @not_interpreted
@@ -301,3 +295,120 @@ def test_arguments_fit_the_schemas(way):
             mutable = SchemaMatcher.inputs_are_mutable(event.typed[1])
             assert mutable and not any(mutable), event.name
     assert found
+
+
+# ----------------------------------------------------------------------- what is recorded of a call
+
+
+@not_interpreted
+def test_shapes_are_the_operators():
+    """A direct call records the shapes that the dispatcher records for the operator."""
+    q, k, v = tensors()
+    shapes = []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with profile(activities=CPU, record_shapes=True) as prof, mode:
+            fastattn.attention(q, k, v, mask=rand(N, N), causal=True)
+        (*_, event) = (x for x in prof.events() if x.name == "fastattn::attention")
+        shapes.append((event.input_shapes, event.concrete_inputs))
+    assert shapes[0] == shapes[1]
+    assert shapes[0][0][:4] == [[B, H, N, D]] * 3 + [[N, N]]
+
+
+@not_interpreted
+def test_the_old_profiler():
+    q, k, v = tensors()
+    with torch.autograd.profiler.profile(use_kineto=False, record_shapes=True) as prof:
+        fastattn.attention(q, k, v)
+    (event,) = (x for x in prof.function_events if x.name.startswith("fastattn::"))
+    assert event.name == "fastattn::attention" and event.input_shapes[0] == [B, H, N, D]
+
+
+@not_interpreted
+@pytest.mark.skipif(not torch.profiler.itt.is_available(), reason="torch was built without ITT")
+def test_emit_itt(monkeypatch):
+    recorded, record = [], run_pass._RecordFunctionFast
+    monkeypatch.setattr(
+        run_pass, "_RecordFunctionFast", lambda *x: recorded.append(x[0]) or record(*x)
+    )
+    with torch.autograd.profiler.emit_itt():
+        fastattn.attention(*tensors())
+    assert recorded == ["fastattn::attention"]
+
+
+@not_interpreted
+def test_execution_traces(tmp_path):
+    observer = ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
+    with profile(activities=CPU, execution_trace_observer=observer):
+        fastattn.attention(*tensors())
+    nodes = json.loads((tmp_path / "trace.json").read_text())["nodes"]
+    assert [x["name"] for x in nodes].count("fastattn::attention") == 1
+
+
+@not_interpreted
+def test_flops():
+    """`with_flops` knows aten operators only; FlopCounterMode counts ours, also when profiled."""
+    given = [x.requires_grad_() for x in tensors()]
+    with (
+        profile(activities=CPU, with_flops=True) as prof,
+        FlopCounterMode(display=False) as counter,
+    ):
+        fastattn.attention(*given).sum().backward()
+    product = 2 * B * H * N * N * D
+    counted = counter.get_flop_counts()["Global"]
+    assert counted == {
+        torch.ops.fastattn.attention: 2 * product,
+        torch.ops.fastattn.attention_backward: 5 * product,
+    }
+    assert all(not x.flops for x in prof.events() if x.name.startswith("fastattn::"))
+
+
+@not_interpreted
+def test_other_threads():
+    """A profiler records only the thread that started it, and autograd's work for that thread."""
+    with profile(activities=CPU) as prof:
+        in_a_thread(fastattn.attention, *tensors())
+    assert not seen(prof)
+
+
+@not_interpreted
+def test_all_threads():
+    """With profile_all_threads, a profiler records every thread."""
+
+    def train(*given):
+        fastattn.attention(*(x.requires_grad_() for x in given)).sum().backward()
+
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=CPU, experimental_config=every) as prof:
+        fastattn.attention(*tensors())
+        in_a_thread(train, *tensors())
+    assert seen(prof) == {"attention": 2, "attention_backward": 1}
+
+
+def in_a_thread(function, *given):
+    thread = threading.Thread(target=function, args=given)
+    thread.start()
+    thread.join()
+
+
+@not_interpreted
+def test_nothing_is_recorded_without_a_profiler(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("an event without a profiler")
+
+    monkeypatch.setattr(run_pass, "_RecordFunctionFast", refuse)
+    given = [x.requires_grad_() for x in tensors()]
+    fastattn.attention(*given).sum().backward()
+    with torch.no_grad():
+        fastattn.attention(*given)
+        torch.func.vmap(fastattn.attention)(*(x[None] for x in given))
+    with pytest.raises(AssertionError, match="an event"), profile(activities=CPU):
+        fastattn.attention(*given)
+
+
+@not_interpreted
+def test_our_own_profile_inside_of_torchs():
+    model = fastattn.MultiheadAttention(D, 2, batch_first=True).eval()
+    x = rand(B, N, D)
+    with profile(activities=CPU) as prof, torch.no_grad():
+        report = fastattn.profile(model, x, x, x, need_weights=False)
+    assert len(report.calls) == 1 and any("fastattn::attention" == x.name for x in prof.events())

@@ -12,10 +12,7 @@ import fastattn
 from tests.support.marks import parametrize
 from tests.support.multihead_cases import E, H, L, N, S, causal_mask, spy_on_attention
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 LAYER_OPTIONS = [
     dict(zip(("batch_first", "norm_first", "bias"), x, strict=True))
@@ -189,7 +186,6 @@ def test_items_without_any_real_key_stay_finite_through_an_encoder():
 
 @parametrize("train", [True, False], fast=1)
 def test_compiled_encoder_is_one_graph_that_calls_the_module(train, monkeypatch):
-    torch.compiler.reset()
     layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True).train(train)
     fastattn.convert(layer)
     graphs = []

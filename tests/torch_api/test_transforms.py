@@ -4,7 +4,6 @@ says what to do; none gives a silent zero. `pytest -s` of this file prints the t
 import warnings
 from functools import partial
 
-import pytest
 import torch
 import torch.autograd.functional as AF
 from torch import nn
@@ -17,7 +16,6 @@ from fastattn.backends import base
 from fastattn.call.spec import Feature
 from tests.support.marks import parametrize
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BACKENDS = [
     name
     for name, why in fastattn.available_backends().items()
@@ -207,8 +205,7 @@ FIRST_ORDER += ("compiled: double backward",)
 def close(found, exact):
     found, exact = (torch.utils._pytree.tree_leaves(x) for x in (found, exact))
     assert len(found) == len(exact) and max(x.abs().max() for x in exact) > 1e-4
-    for a, b in zip(found, exact):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
 
 
 def calls(attention, arguments):

@@ -17,9 +17,6 @@ from fastattn.dispatch import functorch, vmap_fold
 from tests.support.marks import parametrize
 from tests.torch_api.test_transforms import ABLE, EVERYTHING, QS, K, Q, U, V, close, rand, verdict
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 FOLDED = {
     "is_grads_batched": "Backward",
     "functional.jacobian, vectorized": "Backward",
@@ -108,7 +105,6 @@ def test_vmap_compiles_whole(function):
         "attention_weights": lambda q: fastattn.attention_weights(q, K),
         "attention_jvp": lambda q: fastattn.attention_jvp(q, K, V, q.cos(), U[1], None)[1],
     }[function]
-    torch._dynamo.reset()
     compiled = torch.compile(vmap(run), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(QS), vmap(run)(QS))
     if function != "attention_jvp":  # torch refuses its compiled second derivative
