@@ -26,7 +26,7 @@ GALLERY = """# Gallery
 
 Programs that use fastattn for a task, and print claims that they check: each exits with status 1
 if one fails. They download nothing. Every picture was made by the command below it. First run
-`pip install matplotlib tqdm`. After `pip install .` run them outside the checkout,
+`pip install matplotlib scikit-learn tqdm`. After `pip install .` run them outside the checkout,
 where [the compiled kernels](start/install.md#what-runs-here) are found.
 """
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 import os
 import pkgutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import fastattn.examples
-from fastattn.examples import char_lm, common, long_context, memory, serve
+from fastattn.examples import char_lm, common, complexity, long_context, memory, serve
 from tests.support.backends import INTERPRETED
 from tests.support.marks import parametrize
 
@@ -20,6 +21,7 @@ EXAMPLES = [
     for module in pkgutil.iter_modules(fastattn.examples.__path__)
     if hasattr(importlib.import_module(f"fastattn.examples.{module.name}"), "main")
 ]
+NEEDS = {"digits_vit": "sklearn"}
 HAS_PLOTS = importlib.util.find_spec("matplotlib") is not None
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter")
 
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter")
 def test_the_package_lists_its_examples():
     for name in EXAMPLES:
         assert f"python -m fastattn.examples.{name} " in fastattn.examples.__doc__
-    assert fastattn.examples.__doc__.count("python -m fastattn.examples.") == len(EXAMPLES) == 7
+    assert fastattn.examples.__doc__.count("python -m fastattn.examples.") == len(EXAMPLES) == 10
 
 
 TIMES = ": time "  # marks claims about time only
@@ -37,6 +39,8 @@ TIMES = ": time "  # marks claims about time only
 def test_example(name, tmp_path, record_property):
     """Run on one thread that sleeps when it waits, because other tests run at the same time. For
     the same reason a failed claim about time is only reported."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     picture = tmp_path / "picture.png"
     done = subprocess.run(
         [sys.executable, "-m", f"fastattn.examples.{name}", *["--plot", picture] * HAS_PLOTS],
@@ -73,6 +77,35 @@ def test_an_impossible_number_of_ranks_raises_at_once(capsys):
     with pytest.raises(SystemExit):
         long_context.main(["--ranks", "3"])
     assert "3 ranks can take gather, ring" in capsys.readouterr().err
+
+
+def by_the_paper(cases, spoiled=()):
+    """Seconds that grow as the table states, except in disturbed cases."""
+    found = {}
+    for case in cases:
+        sizes = [getattr(case, x) ** p for x, p in complexity.TABLE[case.layer].time.items()]
+        found[case] = math.prod(sizes) * (9 if case in spoiled else 1)
+    return found
+
+
+@pytest.mark.parametrize("disturbed", [0, 3, complexity.ATTEMPTS])
+def test_disturbed_timings_are_measured_again(disturbed):
+    """Up to the number of attempts, and only cases with unexpected times."""
+    every = {case for cases in complexity.TIME.values() for case in cases}
+    last = complexity.TIME[complexity.RESTRICTED, "r"][-1]
+    asked = []
+
+    def measured_at(cases):
+        asked.append(set(cases))
+        return by_the_paper(cases, {last} if len(asked) <= disturbed else ())
+
+    found = complexity.times(measured_at)
+    attempts = min(disturbed + 1, complexity.ATTEMPTS)
+    assert asked[0] == every and len(asked) == attempts
+    assert all(last in cases and len(cases) == 3 for cases in asked[1:])
+    near = {key: complexity.is_near(*key, curve.slope()) for key, curve in found.items()}
+    wrong = disturbed == complexity.ATTEMPTS
+    assert [key for key, ok in near.items() if not ok] == [(complexity.RESTRICTED, "r")] * wrong
 
 
 @pytest.mark.parametrize("wrong", [0, 1, common.ATTEMPTS])

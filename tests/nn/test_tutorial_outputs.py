@@ -1,43 +1,31 @@
-"""Tensors that the tutorials behind `fastattn.nn` print, to the digit, on every backend.
+"""The tensors printed in the tutorials behind `fastattn.nn`, to the digit, on every backend.
 
 The notebook on attention (chapter 3 of a book on language models) prints four decimals, the
 overview of attention five digits.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fastattn
 from fastattn import nn
+from fastattn.examples import attention_notebook
+from fastattn.examples.notebook_cells import (
+    BATCH,
+    COMPUTE,
+    INPUTS,
+    KEPT,
+    MASK,
+    STEPS,
+    TOLERANCE,
+    causal,
+)
 from tests.support.backends import FUSED
 
-INPUTS = torch.tensor(
-    [
-        [0.43, 0.15, 0.89],
-        [0.55, 0.87, 0.66],
-        [0.57, 0.85, 0.64],
-        [0.22, 0.58, 0.33],
-        [0.77, 0.25, 0.10],
-        [0.05, 0.80, 0.55],
-    ]
-)
-MASK = torch.ones(6, 6).tril()
-CONTEXTS = """
--0.5337 -0.1051
--0.5323 -0.1080
--0.5323 -0.1079
--0.5297 -0.1076
--0.5311 -0.1066
--0.5299 -0.1081
-"""
-CAUSAL = """
-1.0000 0.0000 0.0000 0.0000 0.0000 0.0000
-0.4833 0.5167 0.0000 0.0000 0.0000 0.0000
-0.3190 0.3408 0.3402 0.0000 0.0000 0.0000
-0.2445 0.2545 0.2542 0.2468 0.0000 0.0000
-0.1994 0.2060 0.2058 0.1935 0.1953 0.0000
-0.1624 0.1709 0.1706 0.1654 0.1625 0.1682
-"""
+NAMED = {step.name: step for step in STEPS}
+CAUSAL, DROPPED = NAMED["cell 33: causal weights"], NAMED["cell 35: weights, dropped out"]
 
 
 @pytest.fixture(params=[*FUSED, pytest.param("reference")])
@@ -51,29 +39,48 @@ def printed(actual, digits, decimals=4):
     torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=0.51 * 10**-decimals)
 
 
-def self_attention(**given):
-    """Version 2 of the notebook, whose linear layers are initialized in the order q, k, v."""
-    torch.manual_seed(123)
-    return nn.SelfAttention(3, 2, qkv_bias=False, **given)
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_notebook(on, step):
+    assert step.difference(step.compute()) <= TOLERANCE
 
 
-def causal(dropout=0.0):
-    torch.manual_seed(123)
-    return nn.CausalSelfAttention(3, 2, context_length=6, dropout=dropout)
+def test_every_computation_has_its_step():
+    assert list(COMPUTE) == list(NAMED) and len(NAMED) == len(STEPS)
+    assert set(KEPT) < set(COMPUTE)
 
 
-def test_contexts(on):
-    """Cell 26."""
-    printed(self_attention()(INPUTS), CONTEXTS)
+def test_one_wrong_digit_fails(monkeypatch, capsys):
+    wrong = [
+        replace(CAUSAL, printed=CAUSAL.printed.replace("0.5167", digits))
+        for digits in ("0.5168", "-inf", "nan")
+    ]
+    wrong.append(replace(CAUSAL, printed=CAUSAL.printed.partition("\n")[0]))
+    assert not any(step.difference(CAUSAL.compute()) <= TOLERANCE for step in wrong)
+    draw = replace(DROPPED, printed=DROPPED.printed.replace("1.0335", "1.0336"))
+    assert draw.difference(DROPPED.compute()) > TOLERANCE
+    assert DROPPED.difference(CAUSAL.compute()) > TOLERANCE
+    assert attention_notebook.main([]) == 0
+    assert capsys.readouterr().out.count("proved") == 2
+    monkeypatch.setattr(attention_notebook, "STEPS", [*STEPS, wrong[0]])
+    assert attention_notebook.main([]) == 1
+
+
+def test_picture_of_the_notebook():
+    """Each square has its number, except those of future tokens."""
+    pytest.importorskip("matplotlib")
+    found = {name: NAMED[name].compute() for name in attention_notebook.PANELS}
+    axes = attention_notebook.picture(found).axes
+    assert [len(axis.texts) for axis in axes] == [36, 36, 21, 21]
 
 
 @pytest.mark.parametrize("way", ["flag", "float mask", "integer mask", "bool mask"])
 def test_causal_weights(on, way):
     """Cell 33; the flag or a tensor masks the future."""
+    torch.manual_seed(123)
+    module = nn.SelfAttention(3, 2, qkv_bias=False, causal=way == "flag")
     masks = {"float mask": MASK, "integer mask": MASK.long(), "bool mask": MASK.bool()}
-    module = self_attention(causal=way == "flag")
     _, weights = module(INPUTS, masks.get(way), need_weights=True)
-    printed(weights, CAUSAL)
+    assert CAUSAL.difference(weights) <= TOLERANCE
 
 
 def test_dropped_weights(on):
@@ -90,9 +97,9 @@ def test_dropped_weights(on):
 def test_causal_attention_of_a_batch(on):
     """Cell 38 prints a shape; both items are the sequence of cell 33, which prints its weights."""
     module = causal()
-    context, weights = module(torch.stack((INPUTS, INPUTS)), need_weights=True)
+    context, weights = module(BATCH, need_weights=True)
     for item in range(2):
-        printed(weights[item], CAUSAL)
+        assert CAUSAL.difference(weights[item]) <= TOLERANCE
         torch.testing.assert_close(context[item], weights[item] @ module.v_proj(INPUTS))
 
 

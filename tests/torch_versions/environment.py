@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]  # tests.support imports torch
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 # What the tests import, and what they skip without. torch's own needs are added.
 PACKAGES = ("pytest", "pytest-xdist", "hypothesis", "numpy", "matplotlib")
-PACKAGES += ("tqdm", "onnx", "onnxscript", "tensor-layouts")
+PACKAGES += ("scikit-learn", "tqdm", "onnx", "onnxscript", "tensor-layouts")
 PACKAGES += ("transformers; python_version >= '3.11'", "diffusers; python_version >= '3.11'")
 PACKAGES += ("x-transformers; python_version >= '3.11'", "setuptools")
 OF_GPUS = r"torch$|triton|nvidia|cuda"  # installed by their own rules, or not at all
