@@ -30,9 +30,7 @@ from tests.arm import environment
 from tests.torch_versions.__main__ import Outcome, read, row, save, summary
 from tests.torch_versions.environment import ABOUT
 
-SEMANTICS = (
-    "accuracy decode derivatives dropout features layouts orders packed paged paged_gradients"
-)
+SEMANTICS = "accuracy decode derivatives dropout features layouts orders packed paged"
 SEMANTICS += " row_invariant selected selection special_values storage subnormals weights"
 SEMANTICS += " wide_head_dims"
 SLICE = [f"tests/semantics/test_{name}.py" for name in SEMANTICS.split()]

@@ -19,7 +19,6 @@ from tests.semantics import (
     test_packed,
     test_place,
     test_row_invariant,
-    test_sinks,
     test_special_values,
     test_vmap_dropout,
 )
@@ -28,7 +27,6 @@ from tests.support import gpu
 pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator, pytest.mark.slow]
 CHOSEN = {
     test_special_values: "",  # all tests
-    test_sinks: "",
     test_vmap_dropout: "each_draws one_call_is",
     test_place: "draws_go_on",
     test_row_invariant: "rows_have",
@@ -36,7 +34,7 @@ CHOSEN = {
     test_gpu: "past_the_end nothing_to_attend infinite_key nan_query sizes_of_zero",
     test_gpu_calls: "same",
 }
-IN_FLOAT32 = "strides_past more_heads inference_then backward_twice gqa_heads window_edge"
+IN_FLOAT32 = "strides_past more_heads inference_then backward_twice window_edge"
 IN_FLOAT32 = (*IN_FLOAT32.split(), "infinite_mask")  # these kernels have no float32
 
 

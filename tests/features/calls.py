@@ -294,9 +294,10 @@ def in_pages(draw, row, ns, index):
     table, used = torch.full((len(ns), max(each) + 1), -(10**6)), 0
     for b, count in enumerate(each):
         table[b, :count] = order[used : used + count]
-        if row["pages"] == "shared" and b:
+        if row["pages"] == "shared":  # with the first sequence, and twice in one
             first = min(each[0], count)
             table[b, :first] = table[0, :first]
+            table[b, 1:2] = table[b, :1]
         used += count
     given = dict(block_table=table.to(index), key_lengths=torch.tensor(ns).to(index))
     return (P, page), lambda b: lambda x: x[table[b, : each[b]]].flatten(0, 1)[: ns[b]], given

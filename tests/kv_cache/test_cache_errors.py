@@ -97,6 +97,29 @@ WRONG = [
         'head_dim: got 8, expected a multiple of 32 with storage="int4"',
     ),
 ]
+FOUR = torch.zeros(2, 3, 1, 64)
+WRONG_INT4 = {
+    "value_dim: got 8, expected a multiple of 32": lambda: in_four_bits(value_dim=8),
+    "latent: got 40, expected a multiple of 32": lambda: in_four_bits(latent=40),
+    "storage: got 'int5', expected None for torch.float32, .*int4": lambda: in_four_bits("int5"),
+    "storage: got torch.uint8, expected None": lambda: in_four_bits(torch.uint8),
+    r"k: got \(2, 3, 1, 40\), expected .* D = 64": lambda: in_four_bits().append(
+        FOUR[..., :40], FOUR
+    ),
+    r"v: got \(2, 3, 1, 32\), expected .* D = 64": lambda: in_four_bits().append(
+        FOUR, FOUR[..., :32]
+    ),
+    r"k: got \(6, 1, 64\), expected \(T, Hk, D\) with Hk = 3": lambda: in_four_bits().append(
+        FOUR.flatten(0, 1), FOUR.flatten(0, 1), torch.tensor([0, 1, 2])
+    ),
+    "k: got torch.uint8 on cpu, expected torch.float32": lambda: in_four_bits().append(
+        FOUR.byte(), FOUR
+    ),
+}
+
+
+def in_four_bits(storage="int4", **given):
+    return KVCache(2, 3, 64, capacity=9, page_size=4, storage=storage, **given)
 
 
 FULL = [
@@ -133,6 +156,12 @@ def crowded(page_size=4):
 def test_inputs_of_wrong_sizes_raise(call, error, message):
     with pytest.raises(error, match=message):
         call(Model(4).cache)
+
+
+@pytest.mark.parametrize("message", WRONG_INT4)
+def test_inputs_of_wrong_sizes_raise_in_four_bits(message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        WRONG_INT4[message]()
 
 
 @pytest.mark.parametrize("window", [None, (0, 0), (2, None), (None, 1), (1, 3)], ids=str)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn import KVCache, Place, attention
+from fastattn import KVCache, Place, attention_packed
 from tests.kv_cache.test_cache import DV, HK, B, D, H, Model
 from tests.support.backends import not_interpreted
 from tests.support.marks import parametrize
@@ -38,20 +38,6 @@ def test_any_mode():
         out = cache.attention(q.bfloat16())
     assert out.dtype == torch.float32
     assert torch.equal(out, cache.attention(q.bfloat16().float()))
-
-
-def test_the_gradient_of_q():
-    """Keys and values are constants."""
-    k, v = torch.randn(B, HK, 5, D), torch.randn(B, HK, 5, DV)
-    cache = KVCache(B, HK, D, value_dim=DV, capacity=8, page_size=4)
-    cache.append(k, v)
-    for rows in (1, 3):
-        q = torch.randn(B, H, rows, D, requires_grad=True)
-        grads = [
-            torch.autograd.grad(out.sin().sum(), q)[0]
-            for out in (cache.attention(q), attention(q, k, v, causal="bottom_right"))
-        ]
-        torch.testing.assert_close(*grads)
 
 
 def test_earlier_tables_and_lengths_stay_unchanged():
@@ -145,3 +131,56 @@ def test_rows_end_at_the_last_key_without_causal():
     last = cache.attention(q, place=Place(bottom_right=True), **given)
     assert torch.equal(last, cache.attention(q, window=(1, None)))
     assert not torch.equal(last, cache.attention(q, **given))
+
+
+def test_four_bits():
+    """Autocast casts queries and new rows, not pages; q's gradient raises."""
+    cache = KVCache(1, 2, 32, capacity=8, page_size=4, storage="int4")
+    with torch.autocast("cpu", torch.bfloat16):
+        cache.append(*torch.randn(2, 1, 2, 5, 32).bfloat16())
+        out = cache.attention(torch.randn(1, 2, 1, 32).bfloat16())
+    assert out.dtype == torch.float32
+    with torch.inference_mode():
+        cache.append(*torch.randn(2, 1, 2, 1, 32))
+    q = torch.randn(1, 2, 1, 32, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"four bits a number.* no gradient"):
+        cache.attention(q).sum().backward()
+
+
+@pytest.mark.parametrize("storage", (None, torch.int8, "int4"), ids=str)
+def test_a_prompt_and_its_steps(storage):
+    """A packed prefill, then steps of one token, as the whole at once: the same bits."""
+    given = dict(capacity=40, page_size=16, storage=storage)
+    steps, whole = (KVCache(B, HK, 64, **given) for _ in range(2))
+    k, v = torch.randn(2, B, HK, 20, 64)
+    packed = (x[:, :, :17].transpose(1, 2).flatten(0, 1) for x in (k, v))
+    steps.append(*packed, torch.tensor([0, 17, 34, 51]))
+    for at in range(17, 20):
+        steps.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
+    whole.append(k, v)
+    q = torch.randn(B, H, 1, 64)
+    assert torch.equal(steps.attention(q), whole.attention(q))
+
+
+@pytest.mark.parametrize("storage", (None, "int4"))
+def test_a_step_is_compiled_and_exported(storage, tmp_path):
+    cache = KVCache(2, 2, 64, capacity=20, page_size=8, storage=storage)
+    cache.append(*torch.randn(2, 2, 2, 11, 64))
+    q = torch.randn(2, 4, 1, 64)
+    expected = cache.attention(q)
+
+    class Step(torch.nn.Module):
+        def forward(self, q, k, v, table, lengths):
+            rows, cu_q = q.transpose(1, 2).flatten(0, 1), torch.arange(3)
+            out = attention_packed(
+                *(rows, k, v, cu_q),
+                **dict(block_table=table, key_lengths=lengths, max_q=1),
+            )
+            return out.unflatten(0, (2, 1)).transpose(1, 2)
+
+    given = q, cache.k_pages, cache.v_pages, cache.block_table, cache.lengths
+    compiled = torch.compile(Step(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*given), expected)
+    torch.export.save(torch.export.export(Step(), given), tmp_path / "step.pt2")
+    program = torch.export.load(tmp_path / "step.pt2")
+    torch.testing.assert_close(program.module()(*given), expected)

@@ -1,17 +1,13 @@
-"""A cache of latent vectors: values are the first numbers of keys. It has the bits of a cache with
-these keys and values, after any changes, in less memory. And both ways of latent attention."""
-
-import copy
-import pickle
-import random
+"""A cache of latent vectors: values are the first numbers of keys, in their memory (any changes to
+it: cache_model.py). And both ways of latent attention."""
 
 import pytest
 import torch
 
 import fastattn
 from fastattn import KVCache, mla
+from fastattn.call.int4 import dequantised_int4, quantised_int4
 from tests.support.backends import not_interpreted
-from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
@@ -19,90 +15,10 @@ B, H, D, L = 3, 4, 9, 6
 STORAGES = (None, torch.int8, torch.float8_e4m3fn)
 
 
-class Both:
-    """A latent cache and an ordinary one, which get the same changes."""
-
-    def __init__(self, seed, page, storage, grow=True, dtype=torch.float32):
-        self.chance, self.dtype = random.Random(seed), dtype
-        self.draw = torch.Generator().manual_seed(seed)
-        given = dict(capacity=20, page_size=page, storage=storage, grow=grow, dtype=dtype)
-        self.plain = KVCache(B, 1, D, value_dim=L, **given)
-        self.latent = KVCache(B, 1, D, latent=L, **given)
-        self.storage, self.forks = storage, []
-
-    def rows(self, *shape):
-        return torch.randn(*shape, generator=self.draw).to(self.dtype)
-
-    def each(self, change):
-        change(self.plain), change(self.latent)
-
-    def append(self):
-        n = self.chance.randrange(4)
-        k = self.rows(B, 1, n, D)
-        self.plain.append(k, k[..., :L]), self.latent.append(k)
-
-    def append_packed(self):
-        counts = [self.chance.randrange(4) for _ in range(B)]
-        cu = torch.tensor([0, *counts]).cumsum(0)
-        k = self.rows(int(cu[-1]), 1, D)
-        self.plain.append(k, k[..., :L], cu), self.latent.append(k, cu=cu)
-
-    def truncate(self):
-        keep = [self.chance.randint(0, int(n)) for n in self.plain.lengths]
-        self.each(lambda c: c.truncate(keep))
-
-    def evict(self):
-        gone = [self.chance.randint(0, int(n)) for n in self.plain.lengths]
-        self.each(lambda c: c.evict(gone))
-
-    def free(self):
-        item = [self.chance.randrange(B)]
-        self.each(lambda c: c.free(item))
-
-    def fork(self):
-        self.forks = [*self.forks[-2:], (self.plain, self.latent)]
-        items = [self.chance.randrange(B) for _ in range(B)]
-        self.plain, self.latent = self.plain.fork(items), self.latent.fork(items)
-
-    def copied(self):
-        way = copy.deepcopy
-        if self.storage != torch.float8_e4m3fn:  # torch cannot pickle storages of it
-            way = self.chance.choice([way, lambda x: pickle.loads(pickle.dumps(x))])
-        self.plain, self.latent = way(self.plain), way(self.latent)
-
-    def compare(self):
-        q, given = self.rows(B, H, 2, D), dict(return_lse=True, allow_empty_rows=True)
-        caches = [(self.plain, self.latent), *self.forks]
-        for plain, latent in caches:
-            assert torch.equal(plain.lengths, latent.lengths)
-            assert torch.equal(plain.block_table, latent.block_table)
-            found = [c.attention(q, **given) for c in (plain, latent)]
-            for x, y in zip(*found, strict=True):
-                if self.storage is None:
-                    assert torch.equal(x, y)
-                elif x is found[0][1]:  # values have the factor of a whole key
-                    torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
-
-
-CHANGES = [Both.append, Both.append, Both.append_packed, Both.truncate, Both.evict, Both.free]
-CHANGES += [Both.fork, Both.copied]
-
-
-@parametrize("storage", STORAGES, ids=str, fast=2)
-@parametrize("page", [None, 1, 4, 16], fast=2)
-def test_any_changes(page, storage):
-    for seed in range(4):
-        both = Both(seed, page, storage)
-        for _ in range(30):
-            both.chance.choice(CHANGES)(both)
-            both.compare()
-
-
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_values_are_the_first_numbers_of_keys(storage):
-    both = Both(0, 4, storage)
-    both.append(), both.append_packed()
-    cache = both.latent
+    given = dict(capacity=20, page_size=4, storage=storage)
+    cache = KVCache(B, 1, D, latent=L, **given)
     assert cache.v_pages.data_ptr() == cache.k_pages.data_ptr()
     assert cache.v_pages.shape == (*cache.k_pages.shape[:3], L)
     same = cache.v_scales is cache.k_scales
@@ -110,12 +26,26 @@ def test_values_are_the_first_numbers_of_keys(storage):
     numbers = 4 if storage is None else 1
     page_bytes = cache.k_pages.shape[1] * (D * numbers + (0 if storage is None else 4))
     assert cache.nbytes == cache.k_pages.shape[0] * page_bytes
-    assert cache.nbytes < both.plain.nbytes
+    assert cache.nbytes < KVCache(B, 1, D, value_dim=L, **given).nbytes
 
 
 def test_a_deepseek_cache_takes_576_numbers_a_token():
     cache = KVCache(1, 1, 576, latent=512, capacity=64, dtype=torch.bfloat16)
     assert cache.nbytes == 64 * 576 * 2
+
+
+@pytest.mark.parametrize("page", (None, 7))
+def test_four_bits(page):
+    """Values are the first blocks of keys: what they mean is what `decode` reads."""
+    cache = KVCache(B, 1, 96, latent=64, capacity=20, page_size=page, storage="int4")
+    k = torch.randn(B, 1, 9, 96)
+    cache.append(k)
+    assert cache.v_pages.shape[-1] == 40 and cache.v_pages.data_ptr() == cache.k_pages.data_ptr()
+    weights = mla.split(torch.randn(H * (16 + 8), 64) / 8, H, 16)
+    q, rotated = torch.randn(B, H, 1, 16), torch.randn(B, H, 1, 32)
+    rows = dequantised_int4(quantised_int4(k), torch.float32)
+    expected = mla.decode(q, rotated, rows, weights)
+    torch.testing.assert_close(mla.decode(q, rotated, cache, weights), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 import fastattn
-from tests.semantics.test_int4 import kept as kept_int4
 from tests.semantics.test_packed import batch
 from tests.semantics.test_paged import in_pages, of_scores
 from tests.semantics.test_storage import NAMES, kept
@@ -134,7 +133,7 @@ def quantised(rng, D, dtype, sizes, backend):
     """Keys and values in eight bits and in four, in a row and in pages."""
     storage = rng.choice((*NAMES, "int4"))
     made = packed_batch(rng, -(-D // 32) * 32 if storage == "int4" else D, dtype, sizes)
-    made.given, _ = kept_int4(made) if storage == "int4" else kept(made, NAMES[storage])
+    made.given, _ = kept(made, NAMES.get(storage, storage))
     given = in_pages(made, rng.choice((1, 5, 16))) if rng.random() < 0.5 else made.given
     with torch.no_grad():
         fastattn.attention_packed(**given, backend=backend)

@@ -1,29 +1,21 @@
 """Few queries and many keys: the CPU has separate kernels for these, which split keys into chunks
 and process the heads that share keys together."""
 
-import itertools
-
 import pytest
 import torch
 
 import fastattn
 from fastattn.backends.native import libraries
 from tests.support.backends import (
-    declares,
     every_backend,
-    every_dtype,
-    everywhere,
     of_cpu_blocks,
-    passed,
     variant,
 )
 from tests.support.cases import (
-    DTYPES,
     PLAIN,
     Dims,
     build,
 )
-from tests.support.error_budget import Verdict
 
 pytestmark = [of_cpu_blocks, pytest.mark.usefixtures("one_thread")]
 
@@ -33,36 +25,6 @@ SHAPES = {
     "three_rows": Dims(1, 4, 2, 3, 1111, 16, 33),
     "more_heads_than_lanes": Dims(1, 37, 1, 1, 600, 17, 64),
 }
-
-
-@every_backend
-def test_gradients_of_many_heads_that_share_keys(name):
-    """As many rows as one task takes, and one head more."""
-    for heads in (64, 65):
-        problem = build(Dims(1, heads, 1, 2, 130, 16, 16), (), torch.float32)
-        passed(everywhere(name, Verdict(problem)))
-
-
-@every_dtype
-@every_backend
-@pytest.mark.parametrize("sizes", [(0, 5), (1, 0), (1, 1), (4, 127), (4, 512), (2, 513), (5, 700)])
-def test_sizes(name, dtype, sizes):
-    """No rows, no keys, full chunks, one key more; and the first M that does not count as few."""
-    declares(name, DTYPES[dtype])
-    M, N = sizes
-    for D, Dv in ((64, 64), (1, 130)):
-        problem = build(Dims(2, 2, 1, M, N, D, Dv), (), DTYPES[dtype])
-        passed(everywhere(name, Verdict(problem)))
-
-
-@every_backend
-def test_empty_chunks(name):
-    """A window that leaves most chunks empty, lengths of 0 and 1, and a row without keys."""
-    for window, M in itertools.product([(3, 0), (0, 600), (None, 0)], (1, 4)):
-        problem = build(Dims(4, 2, 1, M, 1300, 32, 32), (), torch.float32)
-        problem.kwargs |= {"causal": "bottom_right", "window": window}
-        problem.kwargs["key_lengths"] = torch.tensor([1300, 0, 1, 650])
-        passed(everywhere(name, Verdict(problem, backward=False)))
 
 
 @every_backend

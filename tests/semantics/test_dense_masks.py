@@ -199,23 +199,6 @@ def test_a_row_of_finfo_min_is_the_mean(name, pattern, threads):
 
 
 @every_backend
-@parametrize("shape", ["BHMN", "1HMN", "11MN", "1H1N"], fast=3)
-@pytest.mark.parametrize("pattern", ["causal", "blocks", "one hidden"])
-def test_gradient_of_a_mask_with_structure(name, pattern, shape):
-    """Exact where the mask adds 0, and 0 where it hides, whatever was in memory."""
-    found = []
-    for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
-        problem = case(pattern, "-inf", dtype, "window" * (pattern == "blocks"))
-        sizes = dict(B=1, H=2, M=M, N=N)
-        rows = slice(None) if "M" in shape else slice(M // 2, M // 2 + 1)
-        mask = problem.kwargs["mask"][rows].expand([sizes.get(x, 1) for x in shape]).clone()
-        problem.kwargs["mask"] = mask
-        problem = replace(problem, needs_grad=(*problem.needs_grad, "mask"))
-        found += everywhere(name, Verdict(problem))
-    passed(found)
-
-
-@every_backend
 @pytest.mark.parametrize("pattern", ["left padding", "blocks"])
 def test_parts_that_are_skipped_change_no_order(name, pattern, threads):
     """Blocks add to dq in a fixed order: a skipped block passes its turn on."""

@@ -1,6 +1,7 @@
 """Decoding from int8 with queries of 16 bits, where kernels multiply integers: scores and outputs
 are off by what the rounding to them allows, and rows that have none are multiplied as floats."""
 
+import itertools
 import shutil
 
 import pytest
@@ -8,11 +9,9 @@ import torch
 
 from fastattn.backends.native import libraries
 from fastattn.call.spec import Feature
-from tests.semantics.test_int4 import kept as in_four_bits
-from tests.semantics.test_int4 import with_a_large_column
 from tests.semantics.test_packed import batch
 from tests.semantics.test_paged import in_pages
-from tests.semantics.test_storage import exact, kept, run, score_error
+from tests.semantics.test_storage import STORAGES, exact, kept, run, score_error
 from tests.support import kernel_builds
 from tests.support.backends import declares, of_cpu_blocks, variant, variants
 from tests.support.cases import FEATURE, PLAIN
@@ -66,22 +65,42 @@ def test_every_width_and_number_of_keys(name, dtype, d, dv):
                     assert all(map(torch.equal, found, paged)), (isa, page)
 
 
+def with_a_large_column(features, dtype, size, d):
+    """Queries of this size, one column a hundred times as large; the scale makes up for it."""
+    if size * 100 > torch.finfo(dtype).max or size < torch.finfo(dtype).tiny:
+        pytest.skip("out of the dtype's range")
+    made = batch(features, dtype, ((1, 40), (2, 65)), d)
+    made.given["q"][..., 7] *= 100
+    made.given["q"] = (made.given["q"].float() * size).to(dtype)
+    made.given["scale"] = d**-0.5 / size
+    return made
+
+
 @on_cpu
 @halves
-@pytest.mark.parametrize("size", (1.0, 1e4, 1e30, 2.0**-20, 1e-37))
-def test_scores_of_queries_with_a_large_column(name, dtype, size):
-    """A score is off by half of a 32767th of the largest |q| times the sum of a key's |k|."""
-    declares(name, dtype, Feature.QUANTISED)
+@pytest.mark.parametrize(
+    "storage, size",
+    [*itertools.product(("int8", "int4"), (1.0, 1e4, 1e30, 2.0**-20, 1e-37)), ("int4", 1e35)],
+)
+def test_scores_of_queries_with_a_large_column(name, storage, dtype, size):
+    """Queries are rounded to multiples of a 32767th of their largest number: a score is off by half
+    of that times the sum of a key's |k|, or of 15 |scale| in four bits."""
+    declares(name, dtype, Feature.INT4 if storage == "int4" else Feature.QUANTISED)
     for features in (PLAIN, (FEATURE["mqa"],)):
-        for d in (32, 128):
+        for d in (32, 96, 128):
             made = with_a_large_column(features, dtype, size, d)
-            made.given, _ = kept(made, torch.int8)
-            _, wide = exact(made.given)
-            bound = score_error(made.given) + 1e-5 * wide.abs().max()
-            for isa in of_vectors(name, dtype):
+            made.given, plain = kept(made, STORAGES[storage])
+            if storage == "int8":
+                wide, off = exact(made.given)[1], score_error(made.given)
+            else:
+                wide, rows = run(plain, "reference")[1], made.given["k"].unflatten(-1, (-1, 20))
+                scales = rows[..., 16:18].clone().view(torch.bfloat16).double()
+                step = made.given["q"].abs().max().double() / 32767
+                off = made.given["scale"] * step / 2 * (scales * 15 * 32).sum(-2).max()
+            for isa in of_vectors(name, dtype) if storage == "int8" else variants(name, dtype):
                 with variant(isa):
                     _, lse = run(made.given, name)
-                    assert (lse.double() - wide).abs().max() <= bound, isa
+                    assert (lse.double() - wide).abs().max() <= off + 1e-5 * wide.abs().max(), isa
 
 
 @on_cpu
@@ -168,7 +187,7 @@ def test_vnni_changes_no_bits(monkeypatch, tmp_path):
     if "avx512" not in libraries.cpu_isas():
         pytest.skip("needs AVX-512")
     made = batch((FEATURE["mqa"],), torch.bfloat16, ((1, 205), (4, 38), (1, 17)), 96)
-    stored, results = (kept(made, torch.int8)[0], in_four_bits(made)[0]), {}
+    stored, results = (kept(made, torch.int8)[0], kept(made, "int4")[0]), {}
     for way in (VNNI, "false"):
         sources = tmp_path / str(len(results)) / "csrc"
         shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))

@@ -61,18 +61,6 @@ def test_packed_is_mapped():
 
 
 @not_interpreted
-def test_packed_gradients_by_differences():
-    made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), torch.float64, [(3, 4), (1, 1), (5, 2)])
-    tensors = [made.given[x].requires_grad_() for x in "qkv"]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: fastattn.attention_packed(
-            q, k, v, made.given["cu_q"], made.given["cu_k"], causal="bottom_right", return_lse=False
-        ),
-        tensors,
-    )
-
-
-@not_interpreted
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_gradients_of_a_shared_mask_fit_in_memory(dtype, monkeypatch):
     """Without memory for one gradient per sequence, they are summed sequence by sequence; other

@@ -21,33 +21,10 @@ def tensors(D, Dv, dtype, seed=0):
     return {x: torch.randn(*size, generator=draw).to(dtype) for x, size in shapes.items()}
 
 
-def formula(q, k, v, qv, causal=False, window=None, key_lengths=None, sinks=None, **rest):
-    """The definition, step by step; (out, lse)."""
-    k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
-    scale = rest.get("scale") or 1 / math.sqrt(q.shape[-1] + v.shape[-1])
-    s = (q @ k.mT + qv @ v.mT) * scale
-    if cap := rest.get("softcap"):
-        s = cap * torch.tanh(s / cap)
-    i, j = torch.arange(M)[:, None], torch.arange(N)
-    at = i + (N - M) * (causal == "bottom_right")
-    seen = torch.ones(B, 1, M, N, dtype=torch.bool)
-    if causal:
-        seen = seen & (j <= at)
-    if window:
-        seen = seen & (j >= at - window[0])
-    if key_lengths is not None:
-        seen = seen & (j < key_lengths[:, None, None, None])
-    if rest.get("mask") is not None:
-        seen = seen & rest["mask"]
-    s = s.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        s = torch.cat([s, sinks.to(s.dtype)[:, None, None].expand(B, H, M, 1)], -1)
-    lse = torch.logsumexp(s, -1)
-    p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0)[..., None])[..., :N]
-    if rest.get("dropout_p"):
-        kept = fastattn.reference.keep_mask((B, H, M, N), rest["dropout_p"], rest["seed"])
-        p = p * kept / (1 - rest["dropout_p"])
-    return p @ v, lse
+def formula(q, k, v, qv, **given):
+    """The definition: (out, lse)."""
+    wide = torch.cat((q, qv), -1), torch.cat((k, v), -1)
+    return fastattn.reference.attention(*wide, v, **given, return_lse=True)
 
 
 ADJACENT = {

@@ -133,21 +133,6 @@ def test_other_items_change_no_bit(name):
         assert torch.equal(x[:1], y)
 
 
-@not_interpreted
-@pytest.mark.parametrize("groups", GROUPS)
-def test_gradients_of_gradcheck(groups):
-    draw = torch.Generator().manual_seed(3)
-    indices = torch.randint(-1, 3, (1, GROUPS[groups](4, 2), 3, 2), generator=draw)
-    shapes = (1, 4, 3, 5), (1, 2, 9, 5), (1, 2, 9, 3), (4,)
-    leaves = [torch.randn(*s, generator=draw, dtype=torch.float64) for s in shapes]
-
-    def call(q, k, v, sinks):
-        given = dict(block=4, causal="bottom_right", sinks=sinks, return_lse=True)
-        return fastattn.attention_selected(q, k, v, indices, **given)
-
-    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves])
-
-
 @every_backend
 def test_a_local_window_in_the_same_softmax(name):
     """Parts of one softmax are merged: NSA's and DSA's windows."""

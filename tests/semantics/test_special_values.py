@@ -24,7 +24,7 @@ from tests.support.backends import (
     variant,
     variants,
 )
-from tests.support.cases import DTYPES, FEATURE, Dims, build, square
+from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import Verdict
 from tests.support.large_logit_rows import LARGE, ROWS, far_problem
 from tests.support.marks import parametrize
@@ -42,74 +42,6 @@ def on_every_variant(name):
 def randn(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def run_all(name, problems):
-    passed([line for problem in problems for line in everywhere(name, Verdict(problem))])
-
-
-def row_masks(m, n, dtype):
-    """Arguments that hide all keys from some rows: False, -inf, a band, lengths."""
-    hidden = torch.zeros(m, n, dtype=torch.bool)
-    hidden[m // 3 : m // 2] = True
-    yield "bool", dict(mask=~hidden), hidden.all(-1)
-    yield (
-        "-inf",
-        dict(mask=torch.zeros(m, n, dtype=dtype).masked_fill(hidden, -torch.inf)),
-        (hidden.all(-1)),
-    )
-    first = torch.arange(m) < m - n
-    yield "bottom_right", dict(causal="bottom_right"), first
-    after = torch.arange(m) > n + 1
-    yield "window", dict(window=(2, 2)), after
-    yield "lengths", dict(key_lengths=torch.zeros(1, dtype=torch.int64)), torch.ones(m).bool()
-
-
-@every_dtype
-@every_backend
-def test_rows_with_nothing_to_attend_to(name, dtype):
-    """Output exactly 0, LSE -inf, gradients exactly 0 from those rows and finite everywhere."""
-    declares(name, DTYPES[dtype])
-    dtype = DTYPES[dtype]
-    for m, n in ((7, 4), small((150, 131), (70, 37))):
-        for kind, kwargs, empty in row_masks(m, n, dtype):
-            leaves = [randn(1, 2, x, 16, dtype=dtype).requires_grad_() for x in (m, n, n)]
-            for isa in on_every_variant(name):
-                case = (m, n, kind, isa)
-                out, lse = fastattn.attention(*leaves, **kwargs, return_lse=True, backend=name)
-                assert not out[:, :, empty].any(), case
-                assert (lse[:, :, empty] == -torch.inf).all(), case
-                assert lse[:, :, ~empty].isfinite().all(), case
-                dout, dlse = randn(*out.shape, dtype=dtype), torch.ones_like(lse)
-                dq, dk, dv = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-                assert not dq[:, :, empty].any(), case
-                assert all(x.isfinite().all() for x in (dq, dk, dv)), case
-
-
-@every_dtype
-@every_backend
-def test_keys_past_the_end_are_never_read(name, dtype):
-    """NaN, infinities and zeros past key_lengths give bitwise the same results."""
-    declares(name, DTYPES[dtype])
-    lengths = torch.tensor([0, 1, 65, 130])
-    results = []
-    for garbage in (0.0, torch.nan, torch.inf, -3e4):
-        problem = build(Dims(4, 2, 1, 33, 130, 16, 24), (), DTYPES[dtype])
-        problem.kwargs |= dict(key_lengths=lengths, causal="bottom_right")
-        for b, length in enumerate(lengths.tolist()):
-            problem.k[b, :, length:] = garbage
-            problem.v[b, :, length:] = garbage
-        found = []
-        for isa in on_every_variant(name):
-            one = problem.run(fastattn.attention, backend=name)
-            for b, length in enumerate(lengths.tolist()):
-                assert not one["dk"][b, :, length:].any(), (isa, garbage)
-                assert not one["dv"][b, :, length:].any(), (isa, garbage)
-            found.append(one)
-        results.append(found)
-    for found in results[1:]:
-        for one, first in zip(found, results[0], strict=True):
-            assert all(torch.equal(one[x], first[x]) for x in first)
 
 
 @every_dtype
@@ -142,29 +74,6 @@ def test_an_infinite_mask_value_stays_in_its_row(name):
         assert out[0, 0, 20].isnan().all(), isa
         out[0, 0, 20] = clean[isa][0, 0, 20]
         assert torch.equal(out, clean[isa]), isa
-
-
-@every_dtype
-@every_backend
-def test_rows_of_finfo_min(name, dtype):
-    """A mask row of finfo.min has uniform weights: its output is the mean of v."""
-    declares(name, DTYPES[dtype])
-    dtype = DTYPES[dtype]
-    if dtype == torch.float16:
-        return  # -65504 does not absorb the logits: see test_rows_far_from_zero
-    for n in (5, 131):
-        problem = build(square(1, 2, n, 16), (), dtype)
-        mask = randn(n, n, dtype=dtype)
-        mask[n // 2] = torch.finfo(dtype).min
-        mask[0, n // 2 :] = torch.finfo(dtype).min
-        problem.kwargs["mask"] = mask
-        for isa in on_every_variant(name):
-            out = problem.run(fastattn.attention, backward=False, backend=name)["out"]
-            mean = problem.v.double().mean(2)
-            tolerance = 2 * torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8)
-            torch.testing.assert_close(
-                out[:, :, n // 2].double(), mean, rtol=0, atol=tolerance, msg=str(isa)
-            )
 
 
 # Backends with the normaliser as two numbers in the backward pass and in weights. "triton" runs in
@@ -213,27 +122,6 @@ def test_a_bool_mask_hides_a_nan_score(name, dtype, rows):
         assert torch.equal(found, clean), isa
 
 
-@every_dtype
-@every_backend
-@pytest.mark.parametrize("kind", ["bool", "float"])
-def test_blocks_of_nothing_before_the_first_key(name, dtype, kind):
-    """The running maximum stays -inf for whole blocks of keys before the first finite score."""
-    declares(name, DTYPES[dtype])
-    problems = []
-    for n, first in small(((200, 199), (300, 130), (513, 400)), ((70, 69), (100, 65))):
-        problem = build(Dims(1, 1, 1, 9, n, 16, 16), (FEATURE["lse_loss"],), DTYPES[dtype])
-        hidden = (torch.arange(n) < first).expand(9, n).clone()
-        hidden[::3] = False  # neighbours in the same tile do see those keys
-        hidden[4] = True  # and one row sees nothing at all
-        zeros = torch.zeros(9, n, dtype=DTYPES[dtype])
-        problem.kwargs["mask"] = (
-            ~hidden if kind == "bool" else zeros.masked_fill(hidden, -torch.inf)
-        )
-        problem.name += f":{kind} before {first}"
-        problems.append(problem)
-    run_all(name, problems)
-
-
 @every_backend
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("offset", [-6e4, -1e3, 1e3, 6e4])
@@ -274,24 +162,6 @@ def test_half_products_overflow(name):
     for isa in on_every_variant(name):
         out = fastattn.attention(q, k, v, scale=1e-4, backend=name)
         torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-3, msg=str(isa))
-
-
-@every_dtype
-@every_backend
-@pytest.mark.parametrize("offset", range(1, 8))
-def test_storage_offsets(name, dtype, offset):
-    """Tensors that do not start at a multiple of the vector width."""
-    declares(name, DTYPES[dtype])
-    problem = build(square(1, 2, 37, 16), (FEATURE["bias_grad"],), DTYPES[dtype])
-
-    def moved(x):
-        buffer = torch.full((x.numel() + offset,), torch.nan, dtype=x.dtype)
-        buffer[offset:] = x.flatten()
-        return buffer[offset:].view(x.shape)
-
-    problem.q, problem.k, problem.v = moved(problem.q), moved(problem.k), moved(problem.v)
-    problem.kwargs["mask"], problem.dout = moved(problem.kwargs["mask"]), moved(problem.dout)
-    run_all(name, [problem])
 
 
 @every_backend
@@ -341,15 +211,6 @@ def test_backward_twice_over_one_graph(name):
     first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     second = torch.autograd.grad(out, (q, k, v), dout)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-
-
-@every_backend
-def test_gqa_heads_in_order(name):
-    """Query heads 0..G-1 read key head 0: repeat_interleave, not repeat."""
-    q = randn(1, 6, 5, 8)
-    k, v = torch.zeros(1, 3, 4, 8), torch.arange(3.0).view(1, 3, 1, 1).expand(1, 3, 4, 8)
-    out = fastattn.attention(q, k, v, backend=name)
-    torch.testing.assert_close(out[0, :, 0, 0], torch.tensor([0.0, 0, 1, 1, 2, 2]))
 
 
 @every_dtype

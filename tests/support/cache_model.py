@@ -6,6 +6,7 @@ cache.
 """
 
 import copy
+import pickle
 import random
 from collections import Counter
 
@@ -13,11 +14,12 @@ import torch
 
 import fastattn
 from fastattn import KVCache
-from fastattn.call.int4 import dequantised_int4, quantised_int4
+from fastattn.call.int4 import dequantised_int4, quantised_int4, row_bytes
 from fastattn.call.quantisation import dequantised, quantised
 
 HK = 2
 PAGES = (None, 1, 2, 3, 4)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # torch cannot pickle storages of these
 
 
 class Full(Exception):
@@ -58,9 +60,11 @@ class Machine:
 
     def __init__(self, chance, page, capacity, storage=None):
         self.chance, self.capacity, self.storage = chance, capacity, storage
-        batch, (self.D, self.DV) = chance.randrange(1, 4), (64, 32) if storage == "int4" else (2, 3)
+        batch, self.latent = chance.randrange(1, 4), chance.random() < 0.3  # values are of keys
+        self.D, self.DV = (64, 32) if storage == "int4" else (5, 3) if self.latent else (2, 3)
         self.generator = torch.Generator().manual_seed(chance.randrange(2**32))
-        given = dict(value_dim=self.DV, capacity=capacity, page_size=page, storage=storage)
+        given = {"latent" if self.latent else "value_dim": self.DV}
+        given |= dict(capacity=capacity, page_size=page, storage=storage)
         page = page or capacity
         self.pages = Pages(batch * -(-capacity // page), page)
         self.caches = [KVCache(batch, HK, self.D, **given)]
@@ -141,7 +145,7 @@ class Machine:
 
     def new(self, n):
         k, v = (torch.randn(n, HK, d, generator=self.generator) for d in (self.D, self.DV))
-        return k, v
+        return k, k[..., : self.DV] if self.latent else v
 
     def append(self, at):
         items, most = self.items[at], self.pages.page + 2
@@ -155,15 +159,18 @@ class Machine:
             given = k, v, torch.tensor([0, *counts]).cumsum(0)
         else:
             given = tuple(torch.stack(x).transpose(1, 2) for x in zip(*news, strict=True))
+        given = (given[0], None, *given[2:]) if self.latent else given
         rows = [self.stored(k, v) for k, v in news]
         self.change(at, lambda x: x.append(*given), lambda: self.appended(items, rows))
 
     def append_own(self, at):
         """Append rows that are views of the cache's own pages."""
         cache, items = self.caches[at], self.items[at]
+        if self.storage or self.latent:
+            return
         k, v = (x[:, :1].transpose(1, 2)[: len(items)] for x in (cache.k_pages, cache.v_pages))
         written = all((x.abs() < 10).all() for x in (k, v))  # unwritten memory may hold anything
-        if self.storage or len(k) < len(items) or not written:
+        if len(k) < len(items) or not written:
             return
         rows = [
             self.stored(x.clone(), y.clone())
@@ -208,8 +215,9 @@ class Machine:
         self.change(at, lambda x: x.free([b]), lambda: self.truncated(items, counts))
 
     def deep_copy(self, at):
-        """Replace all caches by one deepcopy of them: the copies share a new pool."""
-        self.caches = copy.deepcopy(self.caches)
+        """Replace all caches by one copy of them: the copies share a new pool."""
+        copied = self.chance.choice((copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))))
+        self.caches = (copy.deepcopy if self.storage in FLOAT8 else copied)(self.caches)
 
     def wrong(self, at):
         """Calls with invalid arguments change nothing."""
@@ -263,7 +271,7 @@ class Machine:
         for b, x in enumerate(items):
             rows = [torch.stack(of) for of in zip(*x.rows, strict=True)] or nothing
             for found, numbers in zip(kept(cache, b), rows[:2], strict=True):
-                assert torch.equal(found, numbers), f"rows of item {b}"
+                assert torch.equal(bits(found), bits(numbers)), f"rows of item {b}"
             k, v = (of.transpose(0, 1)[None] for of in rows[2:])
             expected = fastattn.attention(q[b : b + 1], k, v, causal="bottom_right")
             close = 0 if self.storage is None else 1e-5
@@ -274,14 +282,23 @@ class Machine:
         they are. of_keys: for each key."""
         if self.storage is None:
             found = k, v, k, v
-        elif self.storage == "int4":
-            rows = quantised_int4(k), quantised_int4(v)
-            found = *rows, *(dequantised_int4(x, torch.float32) for x in rows)
         else:
-            rows = [quantised(x, self.storage) for x in (k, v)]
-            values = (dequantised(*x, torch.float32) for x in rows)
-            found = *(numbers for numbers, _ in rows), *values
+            k, v = self.in_few_bits(k), self.in_few_bits(v)
+            if self.latent:  # values have the scale of a whole key
+                v = k[0][..., : self.stored_width()], k[1][..., : self.DV]
+            found = k[0], v[0], k[1], v[1]
         return list(zip(*found, strict=True)) if of_keys else found
+
+    def in_few_bits(self, x):
+        """What is stored of rows, and the numbers that it means."""
+        if self.storage == "int4":
+            rows = quantised_int4(x)
+            return rows, dequantised_int4(rows, torch.float32)
+        rows, scales = quantised(x, self.storage)
+        return rows, dequantised(rows, scales, torch.float32)
+
+    def stored_width(self):
+        return row_bytes(self.DV) if self.storage == "int4" else self.DV
 
 
 def kept(cache, b):
@@ -315,7 +332,7 @@ def run(seed, steps=40):
     AssertionError of a failure names the seed."""
     chance = random.Random(seed)
     page, capacity = chance.choice(PAGES), chance.randrange(1, 11)
-    storage = chance.choice((None, None, None, torch.int8, "int4"))
+    storage = chance.choice((None, None, torch.int8, *FLOAT8, "int4"))
     machine, log = Machine(chance, page, capacity, storage), []
     for _ in range(steps):
         try:

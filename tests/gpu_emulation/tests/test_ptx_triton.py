@@ -2,7 +2,7 @@
 faults that Triton's interpreter cannot.
 
 Blocks of masks and weights on one small tile, and every tile of the tuning tables: test_ptx_rows.py
-has the calls with every argument. The launcher chooses the kernels and their arguments, as on a GPU.
+has calls with every argument. The launcher chooses kernels and their arguments, as on a GPU.
 """
 
 from typing import NamedTuple
