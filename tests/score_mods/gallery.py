@@ -10,6 +10,10 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 B, H, N = 2, 3, 12
+INDICES = {
+    name: torch.arange(n).view([n if x == dim else 1 for x in range(4)])
+    for dim, (name, n) in enumerate(dict(b=B, h=H, i=N, j=N).items())
+}
 
 _G = torch.Generator().manual_seed(35)
 

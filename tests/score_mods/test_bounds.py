@@ -7,13 +7,10 @@ from hypothesis import given, settings
 from fastattn.score_mods.bounds import bounds, extremes
 from fastattn.score_mods.evaluate import evaluate_all
 from fastattn.score_mods.tracing import trace_mask_mod, trace_score_mod
-from tests.score_mods.trees import B, H, N, Tree, trees
+from tests.score_mods.gallery import INDICES, B, H, N
+from tests.score_mods.trees import Tree, trees
 
 INPUTS = {"b": (0, B - 1), "h": (0, H - 1), "i": (0, N - 1), "j": (0, N - 1)}
-INDICES = {
-    name: torch.arange(n).view(-1, *(1,) * (3 - dim))
-    for dim, (name, n) in enumerate(dict(b=B, h=H, i=N, j=N).items())
-}
 
 
 def check(traced):

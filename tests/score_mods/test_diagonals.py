@@ -17,21 +17,14 @@ from fastattn.score_mods.diagonals import (
 from fastattn.score_mods.evaluate import evaluate
 from fastattn.score_mods.tracing import trace_mask_mod, trace_score_mod
 from tests.score_mods import gallery
+from tests.score_mods.gallery import INDICES, N
 from tests.score_mods.trees import trees
-
-B, H, N = gallery.B, gallery.H, gallery.N
-WHERE = dict(
-    b=torch.arange(B).view(-1, 1, 1, 1),
-    h=torch.arange(H).view(-1, 1, 1),
-    i=torch.arange(N).view(-1, 1),
-    j=torch.arange(N),
-)
 
 
 def check(program, tensors):
     """By diagonals, the values are those of all pairs, to the bit."""
-    whole = evaluate(program, tensors, **WHERE)
-    values = evaluate(program, tensors, **WHERE | diagonal_indices(N, N, torch.device("cpu")))
+    whole = evaluate(program, tensors, **INDICES)
+    values = evaluate(program, tensors, **INDICES | diagonal_indices(N, N, torch.device("cpu")))
     assert torch.equal(*torch.broadcast_tensors(spread(values, N), whole))
 
 

@@ -132,22 +132,19 @@ def test_a_part_of_a_larger_call():
     assert torch.equal(block_classes(*traced, 1024, 512, row=512, key=256), whole[4:12, 2:6])
 
 
-def test_huge_numbers_are_unknown():
-    big = torch.tensor([2**62, -(2**62)])
-    traced = trace_mask_mod(lambda b, h, i, j: big[i % 2] * i * j >= j)
-    assert set(block_classes(*traced, 8, 8, block_rows=4, block_keys=4).flatten().tolist()) == {1}
+BIG = torch.tensor([2**62, -(2**62)])
+UNKNOWN = {
+    "huge numbers": (lambda b, h, i, j: BIG[i % 2] * i * j >= j, 4),
+    "not a number": (lambda b, h, i, j: (i - 2.0) * float("inf") >= 0, 8),
+    "a root of a negative number": (lambda b, h, i, j: torch.sqrt(i - 4.0) < 5, 8),
+}
 
 
-def test_not_a_number_is_unknown():
-    traced = trace_mask_mod(lambda b, h, i, j: (i - 2.0) * float("inf") >= 0)
-    got = block_classes(*traced, 8, 8, block_rows=8, block_keys=8)
-    assert got.tolist() == [[1]]
-
-
-def test_a_root_of_a_negative_number_is_unknown():
-    traced = trace_mask_mod(lambda b, h, i, j: torch.sqrt(i - 4.0) < 5)
-    got = block_classes(*traced, 8, 8, block_rows=8, block_keys=8)
-    assert got.tolist() == [[1]]
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown(name):
+    mask, size = UNKNOWN[name]
+    got = block_classes(*trace_mask_mod(mask), 8, 8, block_rows=size, block_keys=size)
+    assert set(got.flatten().tolist()) == {1}
 
 
 def test_no_keys():

@@ -11,13 +11,9 @@ from fastattn.score_mods.mod_text import ModText
 from fastattn.score_mods.recognition import Shape
 from fastattn.score_mods.tracing import merge, trace_mask_mod, trace_score_mod
 from tests.score_mods import gallery
-from tests.score_mods.gallery import B, H, N
+from tests.score_mods.gallery import INDICES, B, H, N
 
 SIZES = Shape(B, H, N, N)
-INDICES = {
-    name: torch.arange(n).view(-1, *(1,) * (3 - dim))
-    for dim, (name, n) in enumerate(zip("bhij", SIZES))
-}
 SCORES = torch.randn(SIZES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 

@@ -11,15 +11,8 @@ from fastattn.score_mods.evaluate import evaluate
 from fastattn.score_mods.operators import OPS
 from fastattn.score_mods.program import Program, Value
 from fastattn.score_mods.tracing import trace_mask_mod, trace_score_mod
-from tests.score_mods.gallery import B, H, N
+from tests.score_mods.gallery import INDICES, B, H, N
 from tests.score_mods.trees import TABLES, Tree, trees
-
-INDICES = dict(
-    b=torch.arange(B).view(B, 1, 1, 1),
-    h=torch.arange(H).view(1, H, 1, 1),
-    i=torch.arange(N).view(1, 1, N, 1),
-    j=torch.arange(N).view(1, 1, 1, N),
-)
 
 
 def directly(function, *score):

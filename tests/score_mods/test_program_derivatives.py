@@ -9,6 +9,7 @@ from fastattn.score_mods.evaluate import evaluate
 from fastattn.score_mods.operators import OPS
 from fastattn.score_mods.program import Program
 from fastattn.score_mods.tracing import trace_score_mod
+from tests.score_mods import gallery
 from tests.score_mods.trees import TABLES, B, H, N, Tree, trees
 from tests.support.program_operators import AT_EDGES, POINTS, at_edges, by_function
 
@@ -138,13 +139,9 @@ def test_random_trees(tree: Tree):
     traced = trace_score_mod(tree.function, dtype=torch.float64)
     tensors = [x.detach() for x in traced.tensors]
     scores = torch.randn(B, H, N, N, generator=G, dtype=torch.float64)
-    indices = {
-        name: torch.arange(n).view(-1, *(1,) * (3 - dim))
-        for dim, (name, n) in enumerate(dict(b=B, h=H, i=N, j=N).items())
-    }
-    right = by_autograd(traced.program, tensors, scores, indices)
+    right = by_autograd(traced.program, tensors, scores, gallery.INDICES)
     assume(all(x.isfinite().all() and x.abs().max() < 1e9 for x in right))
-    found = derived(traced.program, tensors, scores, indices)
+    found = derived(traced.program, tensors, scores, gallery.INDICES)
     for got, x in zip(found, right):
         torch.testing.assert_close(got.double().expand(x.shape), x, rtol=1e-6, atol=1e-6)
     assert TABLES["float"].requires_grad  # of the trees: the rules read values alone

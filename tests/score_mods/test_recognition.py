@@ -7,15 +7,9 @@ from fastattn.score_mods.evaluate import evaluate
 from fastattn.score_mods.recognition import Shape, Structure, recognise
 from fastattn.score_mods.tracing import merge, trace_mask_mod, trace_score_mod
 from tests.score_mods import gallery
-from tests.score_mods.gallery import DOCS, LENGTHS, PADDING, SLOPES, B, H, N
+from tests.score_mods.gallery import DOCS, INDICES, LENGTHS, PADDING, SLOPES, B, H, N
 
 SHAPE = Shape(B, H, N, N)
-INDICES = dict(
-    b=torch.arange(B).view(B, 1, 1, 1),
-    h=torch.arange(H).view(1, H, 1, 1),
-    i=torch.arange(N).view(1, 1, N, 1),
-    j=torch.arange(N).view(1, 1, 1, N),
-)
 
 
 def found(score=None, mask=None, shape=SHAPE, **options) -> Structure:

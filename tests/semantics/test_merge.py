@@ -1,5 +1,5 @@
 """`fastattn.merge`: combine the results of blocks of keys into those of one call.
-tests/semantics/test_place.py merges the results of kernels."""
+tests/distributed merges the results of kernels."""
 
 import pytest
 import torch

@@ -1,101 +1,18 @@
-"""A call cut into blocks of rows, keys, heads or items equals the whole: values, gradients, draws.
-
-Each block gets its position (`fastattn.Place`); blocks of keys are combined by `fastattn.merge`.
-The oracle of the whole call judges the results, with the whole call's error budget.
-"""
-
-import itertools
+"""The position of a block of a larger call (`fastattn.Place`): draws, weights and errors. Values
+are in tests/features; that blocks of rows, keys and heads make the whole, in tests/distributed."""
 
 import pytest
 import torch
 
 import fastattn
 from fastattn import Place
-from fastattn.call.spec import ARGUMENTS
 from tests.support.backends import (
     every_backend,
     not_interpreted,
-    passed,
-    thinned,
-    variant,
-    variants,
 )
-from tests.support.cases import DTYPES, FEATURE, PLAIN, Dims, build, name_of
-from tests.support.error_budget import Verdict
-from tests.support.marks import parametrize
+from tests.support.cases import FEATURE, Dims, build
 
-AXES = ("item", "head", "row", "key")  # of (B,H,M,N)
-# Cuts inside tiles and inside groups of four keys that draw together. Heads are key heads.
-CUTS = {"item": (1,), "head": (1, 2), "row": (13, 14, 30), "key": (7, 30)}
 DIMS = Dims(3, 3, 3, 37, 51, 8, 8)
-LETTERS = {"B": "item", "H": "head", "Hk": "head", "M": "row", "N": "key"}
-# {tensor: {axis: its dimension, from the last}}.
-LIES = {
-    name: {LETTERS[x]: at - len(letters) for at, x in enumerate(letters) if x in LETTERS}
-    for name, argument in ARGUMENTS.items()
-    if (letters := argument.shapes[-1].split())
-}
-CROSSED = (
-    "bottom_right lengths dropout",
-    "bottom_right window dropout gqa",
-    "window alibi lengths sinks lse_loss",
-    "causal alibi dropout bias_grad place",
-    "bottom_right lengths sinks place",
-    "left_window softcap key_bias_grad dropout lse_loss",
-)
-CASES = [PLAIN, *(tuple(FEATURE[name] for name in names.split()) for names in CROSSED)]
-
-
-def cut(name, x, axis, first, end, heads):
-    """The slice of a tensor for a block of an axis; `first` and `end` count query heads."""
-    dim = LIES.get(name, {}).get(axis)
-    if dim is None or x is None or -dim > x.ndim or x.shape[dim] == 1:
-        return x
-    group = heads // x.shape[1] if name in "kv" and axis == "head" else 1
-    return x.narrow(dim, first // group, (end - first) // group)
-
-
-def in_parts(axis, function=fastattn.attention, cuts=None):
-    """`function`, called once for each block along an axis, cut at `cuts` or at `CUTS[axis]`."""
-    cuts = CUTS[axis] if cuts is None else cuts
-
-    def attention(q, k, v, *, place=None, return_lse=False, **others):
-        (B, H, M, _), (_, Hk, N, _) = q.shape, k.shape
-        given = dict(q=q, k=k, v=v) | others
-        place = place or Place()
-        rows, keys = place.row + M, place.key + N
-        whole = place._replace(
-            rows=rows if place.rows is None else place.rows,
-            keys=keys if place.keys is None else place.keys,
-        )
-        size = dict(item=B, head=H, row=M, key=N)[axis]
-        group = H // Hk if axis == "head" else 1
-        edges = [0, *(x * group for x in cuts if x * group < size), size]
-        parts = []
-        for n, (first, end) in enumerate(itertools.pairwise(edges)):
-            mine = {name: cut(name, x, axis, first, end, H) for name, x in given.items()}
-            if axis == "key" and n:
-                mine.pop("sinks", None)  # one extra logit per row, not per block
-            at = whole._replace(**{axis: getattr(whole, axis) + first})
-            parts.append(function(**mine, place=at, return_lse=True))
-        if axis == "key":
-            out, lse = fastattn.merge(parts)
-        else:
-            out, lse = (torch.cat(x, AXES.index(axis)) for x in zip(*parts))
-        return (out, lse) if return_lse else out
-
-    return attention
-
-
-@every_backend
-@parametrize("features, axis", thinned(CASES, AXES), ids=name_of, fast=10)
-def test_parts_make_the_whole(name, features, axis):
-    for dtype in ("float32", "float64") if name == "cpu" else ("float32",):
-        problem = build(DIMS, features, DTYPES[dtype])
-        verdict = Verdict(problem)
-        for isa in variants(name, problem.q.dtype):
-            with variant(isa):
-                passed(verdict.complaints(in_parts(axis), backend=name))
 
 
 @every_backend
