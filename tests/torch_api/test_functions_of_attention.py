@@ -344,41 +344,6 @@ def test_a_captured_mask_is_a_mask():
     assert torch.equal(found, torch.autograd.grad(right.sin().sum(), mask)[0])
 
 
-SEEN_KEYS = torch.tensor([7, N])
-RECOGNISED = {
-    "window": (dict(mask_mod=lambda b, h, i, j: i - j <= 5), "window (5, None)"),
-    "key_lengths": (dict(mask_mod=lambda b, h, i, j: j < SEEN_KEYS[b]), "key_lengths"),
-    "alibi": (
-        dict(
-            score_mod=lambda s, b, h, i, j: s - SLOPES[h] * (i - j),
-            mask_mod=lambda b, h, i, j: i >= j,
-        ),
-        "causal; alibi_slopes",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RECOGNISED)
-def test_functions_that_are_arguments(name):
-    functions, said = RECOGNISED[name]
-    given = tensors(grad=True)
-    assert fastattn.explain(*given, **functions).functions == said
-    out, expected = (
-        fastattn.attention(*given, **functions),
-        exact(*given, **{"score_mod": None} | functions),
-    )
-    torch.testing.assert_close(out, expected)
-    for x, y in zip(*(torch.autograd.grad(z.sin().sum(), given) for z in (out, expected))):
-        torch.testing.assert_close(x, y)
-    beside = fastattn.explain(*given, causal=True, **functions).functions
-    assert "program" in beside and said not in beside
-
-
-def test_explain_names_the_feature():
-    said = str(fastattn.explain(*tensors(), score_mod=bent))
-    assert "score_mod" in said and "cpu: would run" in said
-
-
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_backends_that_run_no_programs_say_so(backend, monkeypatch):
     monkeypatch.setattr(api, "runs_programs", lambda *given: True)

@@ -16,22 +16,10 @@ from torch._decomp import get_decompositions
 from torch.nn import functional as F
 
 import fastattn
+from tests.torch_api.test_fx import E, H, converted, layer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-E, H = 16, 4
 X = torch.linspace(-1, 1, 2 * 5 * E).view(2, 5, E)
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attend = nn.MultiheadAttention(E, H, batch_first=True)
-        self.linear = nn.Linear(E, E)
-
-    def forward(self, x):
-        out, _ = self.attend(x, x, x, need_weights=False)
-        return self.linear(x + out)
 
 
 class Calling(nn.Module):
@@ -46,14 +34,12 @@ class Calling(nn.Module):
         return self.function(x, x, x, **self.options)
 
 
-def converted():
-    model = Layer().eval()
-    assert fastattn.convert(model).swapped
-    return model
+def ours():
+    return converted(layer())
 
 
 def reverted():
-    model = converted()
+    model = ours()
     assert fastattn.revert(model).swapped
     return model
 
@@ -97,15 +83,15 @@ def trace_decomposed(model, file):
 
 NEEDS = "fastattn"  # the import that the loading process needs
 PROGRAMS = {  # (the model, how it is saved, what the loading process needs)
-    "trace": (converted, trace, NEEDS),
+    "trace": (ours, trace, NEEDS),
     "trace, reverted": (reverted, trace, None),
-    "trace, decomposed": (converted, trace_decomposed, None),
+    "trace, decomposed": (ours, trace_decomposed, None),
     "trace of a call": (calling, trace, NEEDS),
     "trace of torch's form": (torchs_form, trace, NEEDS),
     "trace inside sdpa()": (Patched, trace, None),
-    "export": (converted, export, NEEDS),
+    "export": (ours, export, NEEDS),
     "export, reverted": (reverted, export, None),
-    "export, decomposed": (converted, export_decomposed, None),
+    "export, decomposed": (ours, export_decomposed, None),
     "export of a call": (calling, export, NEEDS),
     "export of a call, decomposed": (calling, export_decomposed, None),
     "export inside sdpa()": (Patched, export, None),
@@ -177,7 +163,7 @@ def test_another_process(name, programs):
     judged(name, PROGRAMS[name][2], *programs)
 
 
-PACKAGES = {"package": (converted, NEEDS), "package, decomposed": (converted, None)}
+PACKAGES = {"package": (ours, NEEDS), "package, decomposed": (ours, None)}
 
 
 @pytest.mark.slow
