@@ -71,14 +71,12 @@ SPEECH |= dict(num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4)
 class Family(NamedTuple):
     """name: the prefix of its class names, before Config. model: the suffix of the model's class.
     given: the model's input, "text", "encoded" text, "pair" of texts, "pixels" or "waves".
-    features: the features of its attention. since: the first transformers in which its attention
-    goes through the interface."""
+    since: the first transformers in which its attention goes through the interface."""
 
     name: str
     model: str
     config: dict
     given: str = "text"
-    features: str = ""
     since: tuple[int, ...] = ()
 
     def is_here(self) -> bool:
@@ -89,60 +87,49 @@ class Family(NamedTuple):
 
 CAUSAL, BARE = "ForCausalLM", "Model"
 FAMILIES = [
-    Family("Llama", CAUSAL, SIZES | GROUPED, features="GQA"),
-    Family("Mistral", CAUSAL, SIZES | GROUPED | dict(sliding_window=8), features="GQA, window"),
-    Family("Mixtral", CAUSAL, SIZES | GROUPED | EXPERTS, features="GQA, experts"),
-    Family("Qwen2", CAUSAL, SIZES | PARTIAL, features="GQA"),
-    Family("Qwen3", CAUSAL, SIZES | GROUPED, features="GQA"),
-    Family("Gemma", CAUSAL, SIZES | GROUPED, features="GQA"),
-    Family(
-        "Gemma2",
-        CAUSAL,
-        SIZES | GROUPED | LOCAL | dict(attn_logit_softcapping=0.5),
-        features="GQA, window, softcap",
-    ),
-    Family("Gemma3", CAUSAL, SIZES | GROUPED | LOCAL, features="window"),
-    Family("GptOss", CAUSAL, SIZES | GROUPED | LOCAL | EXPERTS, features="GQA, window, sinks"),
+    Family("Llama", CAUSAL, SIZES | GROUPED),
+    Family("Mistral", CAUSAL, SIZES | GROUPED | dict(sliding_window=8)),
+    Family("Mixtral", CAUSAL, SIZES | GROUPED | EXPERTS),
+    Family("Qwen2", CAUSAL, SIZES | PARTIAL),
+    Family("Qwen3", CAUSAL, SIZES | GROUPED),
+    Family("Gemma", CAUSAL, SIZES | GROUPED),
+    Family("Gemma2", CAUSAL, SIZES | GROUPED | LOCAL | dict(attn_logit_softcapping=0.5)),
+    Family("Gemma3", CAUSAL, SIZES | GROUPED | LOCAL),
+    Family("GptOss", CAUSAL, SIZES | GROUPED | LOCAL | EXPERTS),
     Family("GPT2", "LMHeadModel", GPT2),
     Family("GPTJ", CAUSAL, GPT2 | dict(rotary_dim=8), since=(5, 24)),
     Family("GPTNeoX", CAUSAL, SIZES),
     Family("OPT", CAUSAL, SIZES | dict(ffn_dim=96, word_embed_proj_dim=64)),
     Family("Phi", CAUSAL, SIZES),
-    Family("Phi3", CAUSAL, SIZES | PARTIAL | dict(sliding_window=8), features="GQA, window"),
-    Family("StableLm", CAUSAL, SIZES | PARTIAL, features="GQA"),
-    Family("Starcoder2", CAUSAL, SIZES | PARTIAL | dict(sliding_window=8), features="GQA, window"),
-    Family("Cohere", CAUSAL, SIZES | PARTIAL, features="GQA"),
-    Family("Cohere2", CAUSAL, SIZES | GROUPED | LOCAL, features="GQA, window"),
-    Family("Olmo2", CAUSAL, SIZES | PARTIAL, features="GQA"),
-    Family("Granite", CAUSAL, SIZES | PARTIAL, features="GQA, a scale of its own"),
-    Family("Glm4", CAUSAL, SIZES | GROUPED, features="GQA"),
-    Family("SmolLM3", CAUSAL, SIZES | PARTIAL, features="GQA"),
-    Family("DeepseekV3", CAUSAL, SIZES | LATENT, features="latent heads, Dv != D"),
-    Family("Llama4", CAUSAL, SIZES | GROUPED | CHUNKED, features="GQA, chunks"),
+    Family("Phi3", CAUSAL, SIZES | PARTIAL | dict(sliding_window=8)),
+    Family("StableLm", CAUSAL, SIZES | PARTIAL),
+    Family("Starcoder2", CAUSAL, SIZES | PARTIAL | dict(sliding_window=8)),
+    Family("Cohere", CAUSAL, SIZES | PARTIAL),
+    Family("Cohere2", CAUSAL, SIZES | GROUPED | LOCAL),
+    Family("Olmo2", CAUSAL, SIZES | PARTIAL),
+    Family("Granite", CAUSAL, SIZES | PARTIAL),
+    Family("Glm4", CAUSAL, SIZES | GROUPED),
+    Family("SmolLM3", CAUSAL, SIZES | PARTIAL),
+    Family("DeepseekV3", CAUSAL, SIZES | LATENT),
+    Family("Llama4", CAUSAL, SIZES | GROUPED | CHUNKED),
     Family("Persimmon", CAUSAL, SIZES),
-    Family("Nemotron", CAUSAL, SIZES | GROUPED, features="GQA"),
+    Family("Nemotron", CAUSAL, SIZES | GROUPED),
     Family("BioGpt", CAUSAL, SIZES),
     Family("Bert", BARE, SIZES, "encoded"),
     Family("Roberta", BARE, SIZES, "encoded"),
     Family("DistilBert", BARE, DISTILLED, "encoded"),
     Family("Electra", BARE, SIZES | dict(embedding_size=64), "encoded"),
     Family("Albert", BARE, SIZES | dict(embedding_size=64), "encoded"),
-    Family(
-        "ModernBert",
-        BARE,
-        SIZES | LOCAL_ENCODER,
-        "encoded",
-        "window",
-    ),
-    Family("EuroBert", BARE, SIZES | GROUPED, "encoded", "GQA"),
+    Family("ModernBert", BARE, SIZES | LOCAL_ENCODER, "encoded"),
+    Family("EuroBert", BARE, SIZES | GROUPED, "encoded"),
     Family("ViT", BARE, SIZES | PIXELS, "pixels"),
     Family("Dinov2", BARE, SIZES | PIXELS, "pixels"),
     Family("SiglipVision", BARE, SIZES | PIXELS, "pixels"),
     Family("CLIPVision", BARE, SIZES | PIXELS, "pixels"),
     Family("CLIPText", BARE, SIZES, "encoded"),
     Family("Wav2Vec2", BARE, SIZES | SPEECH, "waves"),
-    Family("T5", "ForConditionalGeneration", T5, "pair", "position bias"),
-    Family("UMT5", "ForConditionalGeneration", T5, "pair", "position bias"),
+    Family("T5", "ForConditionalGeneration", T5, "pair"),
+    Family("UMT5", "ForConditionalGeneration", T5, "pair"),
     Family("Bart", "ForConditionalGeneration", SEQ2SEQ, "pair"),
     Family("MBart", "ForConditionalGeneration", SEQ2SEQ, "pair"),
     Family("Marian", "MTModel", SEQ2SEQ, "pair"),
