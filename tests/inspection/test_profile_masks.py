@@ -64,6 +64,15 @@ SHOWN = {
 }
 
 
+def as_advised(found, mask, B, heads, M, N):
+    """The output by the arguments that are advised, and by the mask."""
+    q, k = torch.randn(B, heads, M, 8), torch.randn(B, heads, N, 8)
+    given = dict(found.arguments)
+    if "key_lengths" in given:
+        given["key_lengths"] = given["key_lengths"].expand(B).contiguous()
+    return fastattn.attention(q, k, k, **given), fastattn.attention(q, k, k, mask=mask)
+
+
 @pytest.mark.parametrize("name", SHOWN)
 def test_structure_names_masks_and_equivalent_arguments(name):
     """A mask is named, and the arguments advised in its place give the same output."""
@@ -73,18 +82,8 @@ def test_structure_names_masks_and_equivalent_arguments(name):
     assert found.what == what
     if found.arguments is None:
         return
-    assert found.instead and set(found.arguments) <= {
-        "causal",
-        "window",
-        "key_lengths",
-        "mask",
-    }
-    q, k = torch.randn(2, 3, M, 8), torch.randn(2, 3, N, 8)
-    given = dict(found.arguments)
-    if "key_lengths" in given:
-        given["key_lengths"] = given["key_lengths"].expand(2)
-    wanted = fastattn.attention(q, k, k, mask=mask)
-    out = fastattn.attention(q, k, k, **given)
+    assert found.instead and set(found.arguments) <= {"causal", "window", "key_lengths", "mask"}
+    out, wanted = as_advised(found, mask, 2, 3, M, N)
     seen = (out * wanted).abs().sum(-1, keepdim=True) > 0  # rows of padding are 0 in one of the two
     assert seen.sum() > M
     torch.testing.assert_close(out * seen, wanted * seen)
@@ -146,12 +145,7 @@ def test_advice_gives_what_the_mask_gives():
         found = structure(mask, M, N)
         if found.arguments is None:
             continue
-        given = dict(found.arguments)
-        if "key_lengths" in given:
-            given["key_lengths"] = given["key_lengths"].expand(B).contiguous()
-        q, k = torch.randn(B, 1, M, 8), torch.randn(B, 1, N, 8)
-        wanted = fastattn.attention(q, k, k, mask=mask)
-        out = fastattn.attention(q, k, k, **given)
+        out, wanted = as_advised(found, mask, B, 1, M, N)
         emptied = (out == 0).all(-1)[:, 0]
         assert found.taken or not (emptied & keep.any(-1)).any(), seed
         rows = keep.any(-1) & ~(keep.all(-1) & emptied)
