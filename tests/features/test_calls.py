@@ -82,6 +82,7 @@ def test_edges(form, row, way):
 SMALL = dict(B=(1, 2), M=(17, 1, 3, 33), N=(33, 1, 17, 40, 203), D=(16, 3, 17), Dv=(16, 5, 32))
 SMALL |= dict(heads=((2, 2), (4, 2)), widths=((32, 32), (16, 3), (17, 16)), page=(16, 5))
 SMALL |= dict(dtype=("float32", "bfloat16", "float16"))
+SMALL |= dict(stored=("own", "int8", "float8_e4m3fn", "float8_e5m2"))
 FEWER = {"selected": dict(M=(3, 1), N=(33, 17), block=(16, 32), heads=((2, 1), (2, 2)))}
 
 

@@ -2,6 +2,7 @@
 `python -m tests.features dense emulator M=1` makes one call again."""
 
 from tests.features import factors
+from tests.features.test_calls import by_turns, cases
 from tests.gpu_emulation.emulated import everywhere
 from tests.gpu_emulation.ptx import triton
 
@@ -31,8 +32,13 @@ OF_CUDA = dict(mod=("no",), stored=("own",), pages=("shuffled", "shared"))
 FORMS = ("dense", "packed", "paged")
 
 
-def rows(form, most=None, **fixed):
-    levels = factors.FORMS[form]
-    fixed = OF_BOTH | fixed | (dict(grad=("no",)) if form == "paged" else {})
-    fixed = {name: some for name, some in fixed.items() if name in levels}
-    return factors.rows(form, most=most, **fixed)
+def calls(names, forms=FORMS, most=None, **fixed):
+    """Rows of each form by turns, with the ways `names` in turn, as cases of a test."""
+
+    def rows(form):
+        levels = OF_BOTH | fixed | (dict(grad=("no",)) if form == "paged" else {})
+        levels = {name: some for name, some in levels.items() if name in factors.FORMS[form]}
+        return [(form, row) for row in factors.rows(form, most=most, **levels)]
+
+    every = by_turns(*map(rows, forms))
+    return cases((*x, names[n % len(names)]) for n, x in enumerate(every))
