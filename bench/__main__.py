@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import commands, gpu, instructions
 from .cases import DTYPES, PASSES
-from .cpu_engines import command as engine_command
+from .cpu_engines.environments import ENVIRONMENTS
 from .masks import MASKS
 from .measure.machine import avoid_refused_tiles
 from .peers.registry import PEERS
@@ -79,7 +79,17 @@ def _measuring(of: dict[str, argparse.ArgumentParser]) -> None:
     sweep.add_argument("--sweep-only", action="store_true", help="no memory")
     race.add_argument("tables", nargs="+", choices=tuple(TABLES), metavar="TABLE")
     memory.add_argument("--masks", nargs="+", choices=tuple(MASKS), default=["full", "dropout"])
-    engine_command.add_options(engines)
+    engines.add_argument(
+        "--install",
+        nargs="*",
+        choices=tuple(ENVIRONMENTS),
+        help="make these environments in build/engines, by default those that are absent; "
+        "measure nothing",
+    )
+    engines.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="rows with TEXT")
+    engines.add_argument("--engines", nargs="+", default=[], metavar="NAME", help="beside these")
+    engines.add_argument("--quick", action="store_true", help="a row of each class")
+    engines.add_argument("--threads", type=int, default=1, help="of every engine (default: 1)")
     for one in (race, models):
         one.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
         one.add_argument("--scale", type=float, default=1.0, help="a factor of all lengths")

@@ -18,8 +18,10 @@ import torch
 
 from . import models as whole_models
 from .cases import BOTH, DTYPES, GRIDS, PASSES, SECONDS, Case, Grid
-from .cpu_engines import command as engine_command
+from .cpu_engines import cases as engine_cases
 from .cpu_engines import environments
+from .cpu_engines import measure as engine_measure
+from .cpu_engines import peers as engine_peers
 from .cpu_engines import report as engine_report
 from .measure import isolated_process, machine, nvidia, peak_memory, precompile, progress, run
 from .peers.registry import BASELINE, SUBJECT, chosen
@@ -134,12 +136,23 @@ def memory(options: Options) -> int:
 
 
 def engines(options: Options) -> int:
+    """A part of the rows or engines is named in the file's name, so that it never replaces the
+    whole (`results.stem`)."""
     if options.install is not None:
         return environments.install(options.install)
-    rows, peers = engine_command.chosen(options)
+    options.only = [*options.rows, *options.engines, *["quick"] * options.quick]
+    options.only += [f"{options.threads} threads"] * (options.threads != 1)
+    rows = engine_cases.selected(options.rows, options.quick)
+    chosen_peers, seconds = engine_peers.selected(options.engines), options.seconds
     with _result("engines", options, "cpu", tuple(DTYPES)) as result:
         result["engines"] = []
-        _print(engine_command.measured(rows, peers, options, result))
+        with engine_measure.Workers(chosen_peers, options.threads) as workers:
+            _print(f"{name}: {reason}" for name, reason in workers.absent.items())
+            for row in rows:
+                record = engine_measure.measure(row, workers, seconds or engine_measure.SECONDS)
+                result["engines"].append(record)
+                result["versions"] |= workers.versions
+                _print(engine_report.lines(record))
     _print(engine_report.summary(result))
     return _finish(result, options)
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..cases import TRAINING
+from ..cpu_engines.peers import FAMILIES
 from ..cpu_engines.report import nearest
 from ..masks import DROPOUT_P, WINDOW
 from ..measure.machine import words
 from ..measure.records import speedup_of, timing_of
 from ..peers.registry import BASELINE
-from . import engine_bars
-from .engine_bars import COLORS, OTHER_COLORS
 
 Record = dict[str, Any]
 
@@ -39,6 +38,12 @@ INFERENCE = {
 }
 # At 400 pixels, the width of a phone, a letter is SIZE * 400 / (72 * WIDTH) pixels high.
 WIDTH, HEIGHT, SIZE = 5.6, 3.1, 9.0
+TORCHS = "#d1495b"
+OTHER_COLORS = ("#30638e", "#edae49", "#6d597a", "#56a3a6", "#8d6a9f", "#b5651d")
+OTHERS = (family for family in FAMILIES if family != BASELINE)
+SHADES = {BASELINE: TORCHS} | dict(zip(OTHERS, OTHER_COLORS))
+PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line is behind the text
+MOST = 3.0  # of the bars' axis; a longer bar ends there, with its number
 MARKS = tuple(zip("oDs^v", OTHER_COLORS))  # one for each machine
 
 
@@ -53,8 +58,7 @@ def draw(results: Sequence[Record], new: Callable[..., Any]) -> Any:
     training, inference = figure.subplots(1, 2)
     _speed(training, sweeps)
     rows = _inference(engines)
-    engine_bars.bars(inference, list(rows.values()), [INFERENCE[x] for x in rows], SIZE)
-    inference.set_xlim(0, engine_bars.MOST + 1.1)
+    _bars(inference, list(rows.values()), [INFERENCE[x] for x in rows])
     inference.set_title("Inference: times the\nnearest engine's speed", fontsize=SIZE, loc="left")
     inference.set_xlabel(_name(engines["machine"]), fontsize=SIZE)
     figure.legend(
@@ -98,7 +102,7 @@ def _speed(axis: Any, sweeps: dict[str, dict[str, float]]) -> None:
     for (name, ratios), (mark, color) in zip(sweeps.items(), MARKS):
         values = [ratios[mask] for mask in rows]
         axis.plot(values, range(len(rows)), mark, color=color, markersize=5, label=name)
-    axis.axvline(1, color=COLORS[BASELINE], linewidth=1.6, zorder=0)
+    axis.axvline(1, color=TORCHS, linewidth=1.6, zorder=0)
     axis.set_xscale("log")
     axis.set_xlim(0.9, 70)
     axis.set_ylim(-0.6, len(rows) - 0.4)
@@ -108,4 +112,24 @@ def _speed(axis: Any, sweeps: dict[str, dict[str, float]]) -> None:
     axis.tick_params(length=0)
     axis.spines[["top", "right", "bottom"]].set_visible(False)
     axis.set_title(f"Training, {SHOWN_DTYPE}:\ntimes torch's speed", fontsize=SIZE, loc="left")
-    axis.set_xlabel("torch = 1", fontsize=SIZE, color=COLORS[BASELINE], loc="left")
+    axis.set_xlabel("torch = 1", fontsize=SIZE, color=TORCHS, loc="left")
+
+
+def _bars(axis: Any, rows: Sequence[Record], labels: Sequence[str]) -> None:
+    """A bar for each row, the first on top, in the color of its nearest engine, which is named."""
+    places = range(len(rows))[::-1]
+    for place, record in zip(places, rows, strict=True):
+        found = nearest(record)
+        if found is None:
+            continue
+        name, ratio = found
+        axis.barh(place, min(ratio, MOST), 0.74, color=SHADES[name.split()[0]])
+        text = f"{ratio:.2f}× {name}"
+        axis.text(min(ratio, MOST) + 0.03, place, text, va="center", fontsize=SIZE, bbox=PLAIN)
+    axis.axvline(1, color="#444444", linewidth=1, zorder=1)
+    axis.set_yticks(places, labels, fontsize=SIZE)
+    axis.set_xticks([])
+    axis.set_xlim(0, MOST + 1.1)
+    axis.set_ylim(-0.6, len(rows) - 0.4)
+    axis.tick_params(length=0)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)

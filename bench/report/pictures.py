@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastattn.examples.common import new_figure
 
-from . import engine_bars, glance, heatmap
+from . import glance, heatmap
 
 Result = dict[str, Any]
 DPI = 170
 COLORS = 128
 
-# suffix of the file: draws a result on a new figure, or returns None without the data
-PICTURES: dict[str, Callable[[Result, Callable[..., Any]], Any]] = {
-    "-speedup": heatmap.draw,
-    "-engines": engine_bars.draw,
-}
-
 
 def draw_all(result: Result, stem: Path) -> Iterator[str]:
-    """Write <stem><suffix>.png for each picture that the result has data for; yield what was
-    written, or why nothing was."""
-
-    def draws() -> Iterator[tuple[Any, Path]]:
-        for suffix, draw in PICTURES.items():
-            name = f"{stem.name.removesuffix(suffix)}{suffix}.png"
-            yield draw(result, new_figure), stem.with_name(name)
-
-    return written(draws())
+    """Write <stem>-speedup.png if the result has data for it; yield what was written, or why
+    nothing was."""
+    name = f"{stem.name.removesuffix('-speedup')}-speedup.png"
+    return written((heatmap.draw(x, new_figure), stem.with_name(name)) for x in [result])
 
 
 def draw_glance(results: Sequence[Result], path: Path) -> Iterator[str]:
