@@ -13,12 +13,10 @@ import fastattn
 from fastattn.backends.native import libraries
 from tests.cpu.test_amx import TILED, every_tiled, needs_chip, needs_tiles
 from tests.gpu_emulation.emulator import ROOT
-from tests.support.backends import INTERPRETED, passed, variant
+from tests.support.backends import INTERPRETED, variant
 from tests.support.cases import DTYPES, FEATURE, Dims, build
-from tests.support.error_budget import Verdict
 from tests.support.kernel_builds import ON_THE_MODEL, run
 from tests.support.kernel_builds import build as build_kernels
-from tests.support.marks import parametrize
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -47,28 +45,6 @@ def test_chip_and_model_give_the_same_bits(features, m, dtype):
 
 
 NEAR = {"atol": 0.01, "rtol": 0}
-GROUPED = ["", "causal", "bottom_right", "window+sinks", "alibi", "alibi_batch+softcap", "dropout"]
-GROUPED += ["bool_mask", "padding_mask", "float_mask+dropout", "lengths", "lengths+alibi+dropout"]
-
-
-@every_tiled
-@parametrize("features", GROUPED, fast=10)
-def test_a_few_rows_of_grouped_heads(isa, features):
-    """Heads share a tile: each takes as many of its 16 lanes as it has rows."""
-    given, found = tuple(FEATURE[x] for x in features.split("+") if x), []
-    for m, heads, key_heads in (
-        (1, 16, 1),
-        (1, 20, 1),
-        (3, 8, 2),
-        (5, 9, 3),
-        (8, 4, 2),
-        (16, 2, 1),
-    ):
-        for n, d in ((70, 24), (1100, 32)):
-            problem = build(Dims(1, heads, key_heads, m, n, d, 40), given, torch.bfloat16)
-            with variant(isa):
-                found += Verdict(problem, False).complaints(fastattn.attention, backend="cpu")
-    passed(found)
 
 
 @every_tiled
