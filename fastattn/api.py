@@ -325,8 +325,7 @@ def attention_packed(
     Raises:
         ValueError: As `attention`. Also for offsets or pages out of range, on a GPU only if
             FASTATTN_CHECK=1; otherwise GPU kernels clamp them.
-        TypeError: As `attention`.
-        NotImplementedError: As `attention`.
+        TypeError, NotImplementedError: As `attention`.
 
     Example:
         >>> import torch
@@ -397,8 +396,7 @@ def attention_weights(
         The weights.
 
     Raises:
-        ValueError: As `attention`.
-        TypeError: As `attention`.
+        ValueError, TypeError: As `attention`.
         NotImplementedError: As `attention`, and for a derivative of any other kind.
 
     Example:

@@ -96,8 +96,7 @@ def explain(
     Each gets the same result.
 
     Args:
-        q, k, v: As in `fastattn.distributed.attention`.
-        group: As in `fastattn.distributed.attention`.
+        q, k, v, group: As in `fastattn.distributed.attention`.
         strategy: As in `fastattn.distributed.attention`. One that is named would run.
         layout, agree, return_lse: As in `fastattn.distributed.attention`.
         **arguments: Those of `fastattn.distributed.attention`.
@@ -111,9 +110,7 @@ def explain(
         An `DistributedExplanation`; print it.
 
     Raises:
-        ValueError: As `fastattn.distributed.attention`.
-        TypeError: As `fastattn.distributed.attention`.
-        RuntimeError: As `fastattn.distributed.attention`.
+        ValueError, TypeError, RuntimeError: As `fastattn.distributed.attention`.
 
     Example:
         >>> import torch

@@ -74,9 +74,7 @@ def unshard(
 
     Args:
         x: This rank's part, as `shard` cuts it. Contiguous parts may have any sizes.
-        dim: As in `shard`.
-        layout: As in `shard`.
-        group: As in `shard`.
+        dim, layout, group: As in `shard`.
 
     Shape:
         x: Any, any dtype. The parts of the ranks have equal sizes except along dim.

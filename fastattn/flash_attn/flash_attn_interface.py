@@ -83,8 +83,7 @@ def flash_attn_func(
 
     Raises:
         ValueError: As `fastattn.attention`; the text has flash-attn's name of the argument.
-        TypeError: As `fastattn.attention`.
-        NotImplementedError: As `fastattn.attention`.
+        TypeError, NotImplementedError: As `fastattn.attention`.
 
     Example:
         >>> import torch
@@ -141,9 +140,7 @@ def flash_attn_kvpacked_func(
         As `flash_attn_func`.
 
     Raises:
-        ValueError: As `flash_attn_func`.
-        TypeError: As `flash_attn_func`.
-        NotImplementedError: As `flash_attn_func`.
+        ValueError, TypeError, NotImplementedError: As `flash_attn_func`.
 
     Example:
         >>> import torch
@@ -200,9 +197,7 @@ def flash_attn_qkvpacked_func(
         As `flash_attn_func`.
 
     Raises:
-        ValueError: As `flash_attn_func`.
-        TypeError: As `flash_attn_func`.
-        NotImplementedError: As `flash_attn_func`.
+        ValueError, TypeError, NotImplementedError: As `flash_attn_func`.
 
     Example:
         >>> import torch
@@ -288,8 +283,7 @@ def flash_attn_varlen_func(
 
     Raises:
         ValueError: As `flash_attn_func`, and for offsets or table entries out of range.
-        TypeError: As `flash_attn_func`.
-        NotImplementedError: As `flash_attn_func`.
+        TypeError, NotImplementedError: As `flash_attn_func`.
 
     Example:
         >>> import torch
@@ -360,9 +354,7 @@ def flash_attn_varlen_kvpacked_func(
         As `flash_attn_varlen_func`.
 
     Raises:
-        ValueError: As `flash_attn_varlen_func`.
-        TypeError: As `flash_attn_varlen_func`.
-        NotImplementedError: As `flash_attn_varlen_func`.
+        ValueError, TypeError, NotImplementedError: As `flash_attn_varlen_func`.
 
     Example:
         >>> import torch
@@ -429,9 +421,7 @@ def flash_attn_varlen_qkvpacked_func(
         As `flash_attn_varlen_func`.
 
     Raises:
-        ValueError: As `flash_attn_varlen_func`.
-        TypeError: As `flash_attn_varlen_func`.
-        NotImplementedError: As `flash_attn_varlen_func`.
+        ValueError, TypeError, NotImplementedError: As `flash_attn_varlen_func`.
 
     Example:
         >>> import torch
@@ -539,8 +529,7 @@ def flash_attn_with_kvcache(
     Raises:
         ValueError: As `flash_attn_func`; also for two sequences that would write to one row (only a
             CPU checks this), for arguments that exclude each other, and for one that requires grad.
-        TypeError: As `flash_attn_func`.
-        NotImplementedError: As `flash_attn_func`.
+        TypeError, NotImplementedError: As `flash_attn_func`.
 
     Example:
         >>> import torch

@@ -61,8 +61,7 @@ def unregister() -> None:
     `reset_attention_backend()`, before this call.
 
     Raises:
-        ImportError: As `register`.
-        ValueError: As `register`.
+        ImportError, ValueError: As `register`.
 
     Example:
         Needs the library diffusers.

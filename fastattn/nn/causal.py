@@ -139,8 +139,7 @@ class ConcatenatedHeads(Leaf):
     Args:
         d_in: The number of columns of the input.
         d_out: The number of columns of each head.
-        context_length: As in `CausalSelfAttention`.
-        dropout: As in `CausalSelfAttention`.
+        context_length, dropout: As in `CausalSelfAttention`.
         num_heads: The number of heads.
         qkv_bias: As in `CausalSelfAttention`.
 

@@ -288,13 +288,7 @@ class DecoderLayer(_Layer):
     The memory is the output of an encoder.
 
     Args:
-        embed_dim: As in `EncoderLayer`.
-        num_heads: As in `EncoderLayer`.
-        ff_dim: As in `EncoderLayer`.
-        dropout: As in `EncoderLayer`.
-        activation: As in `EncoderLayer`.
-        norm_first: As in `EncoderLayer`.
-        eps: As in `EncoderLayer`.
+        embed_dim, num_heads, ff_dim, dropout, activation, norm_first, eps: As in `EncoderLayer`.
         bias: As in `EncoderLayer`.
 
     Shape:
@@ -441,11 +435,7 @@ class Encoder(_Stack):
         norm: A module that is applied to the output of the last layer, or None.
 
     Shape:
-        x: (B, M, E).
-        mask: (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them; bool or any other
-            dtype. N is M, plus the number of cached tokens.
-        padding_mask: (B, N); bool or any other dtype.
-        out: (B, M, E).
+        x, mask, padding_mask, out: As in `EncoderLayer`.
 
     Raises:
         ValueError: num_layers is below 1.
@@ -470,10 +460,7 @@ class Encoder(_Stack):
         """Run all layers, then the norm.
 
         Args:
-            x: Tokens.
-            mask: 0 or False hides a key from a row.
-            padding_mask: 0 or False hides a key from all rows and heads.
-            causal: If True, token i attends to tokens 0 to i.
+            x, mask, padding_mask, causal: As in `EncoderLayer.forward`.
             cache: Caches from `new_cache`. The M new tokens attend to all cached tokens and, unless
                 causal, to each other.
 
@@ -501,14 +488,8 @@ class Decoder(_Stack):
         norm: A module that is applied to the output of the last layer, or None.
 
     Shape:
-        x: (B, M, E).
-        memory: (B, N, E).
-        mask: (M, M), (B, M, M) or (B, H, M, M), or what broadcasts to them; bool or any other
-            dtype. With a cache its columns are the cached and the new tokens.
-        memory_mask: (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them.
-        padding_mask: (B, M); with a cache it has the cached tokens too.
-        memory_padding_mask: (B, N).
-        out: (B, M, E).
+        x, memory, out: As in `DecoderLayer`.
+        mask, memory_mask, padding_mask, memory_padding_mask: As in `DecoderLayer`.
 
     Raises:
         ValueError: num_layers is below 1.
@@ -536,13 +517,8 @@ class Decoder(_Stack):
         """Run all layers, then the norm.
 
         Args:
-            x: Tokens.
-            memory: The encoder's output.
-            mask: 0 or False hides a key from a row of the self-attention.
-            memory_mask: 0 or False hides a key of the memory from a row.
-            padding_mask: 0 or False hides a key of the self-attention from all rows and heads.
-            memory_padding_mask: 0 or False hides a key of the memory from all rows and heads.
-            causal: If True, token i attends to tokens 0 to i of x.
+            x, memory, mask, memory_mask: As in `DecoderLayer.forward`.
+            padding_mask, memory_padding_mask, causal: As in `DecoderLayer.forward`.
             cache: Caches from `new_cache`: the keys of earlier tokens and of the memory.
 
         Returns:

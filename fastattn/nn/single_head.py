@@ -122,9 +122,7 @@ class SelfAttention(Leaf):
         d_in: The number of columns of the input.
         d_out: The number of columns of q, k, v and the output; d_in by default.
         qkv_bias: If True, the three projections have a bias.
-        scale: As in `ScaledDotProductAttention`.
-        causal: As in `ScaledDotProductAttention`.
-        dropout: As in `ScaledDotProductAttention`.
+        scale, causal, dropout: As in `ScaledDotProductAttention`.
 
     Shape:
         x: (..., N, d_in).

@@ -51,8 +51,7 @@ def top_blocks(
         k: Keys.
         block: The number of keys of a block. The last one may have fewer.
         count: The number of blocks to choose for each row.
-        causal: As in `attention`.
-        key_lengths: As in `attention`.
+        causal, key_lengths: As in `attention`.
         shared: Whether the query heads that share a key head choose together.
 
     Shape:
