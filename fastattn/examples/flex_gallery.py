@@ -1,14 +1,13 @@
 """Fifteen functions of flex_attention: traced, recognised, verified and drawn.
 
-Each is compared with a plain implementation in float64, output and gradients. Its bits are compared
-with those of `fastattn.attention` with the same function as a mask: the words are those of out, and
-of the gradients of q, k and v. `python -m bench race flex compiled-flex` times such functions.
+Each is compared with a plain implementation in float64. What is recognised becomes an argument of
+`fastattn.attention`, the rest a program. `python -m bench race flex compiled-flex` times such
+functions; tests compare their gradients, and their bits with those of a mask.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.score_mods.additive import as_sum
 from fastattn.score_mods.intervals import ALL, NONE, SOME, block_classes
 from fastattn.score_mods.recognition import Shape, Structure, recognise
 from fastattn.score_mods.tracing import merge, trace_mask_mod, trace_score_mod
@@ -26,37 +24,28 @@ from .flex_functions import FUNCTIONS, HEADS, Function
 
 HEAD_DIM = 64
 BLOCK = 64  # rows and keys of a block
-MICROSECONDS = 1e6
-OF_TABLES = 2e-5
-LARGEST_TRACE = 5000  # microseconds: the bound of a first call
 
 
 class Found(NamedTuple):
-    """What was measured of one function.
+    """What was found of one function.
 
     Args:
-        traced: Microseconds of a trace, the least of some.
         operations: Values of its programs.
         recognised: The arguments of `attention` that it became.
         seen: [n, n] bool: the pairs that it shows.
         added: [n, n] float: what it adds to a score of 0 in the first head. None: no score_mod.
         classes: [blocks, blocks]: the class of each block by intervals. None: no mask_mod.
-        error: Of the output, of the gradients of q, k and v, and of the learned tensor's gradient,
-            if there is one, relative to float64.
+        error: Of the output, relative to float64.
         plain: The same of a plain implementation in float32.
-        bits: For out and for the gradients of q, k and v, whether they are those of a mask, bit for
-            bit. None: the function is no sum of the score and a mask.
     """
 
-    traced: float
     operations: int
     recognised: str
     seen: Tensor
     added: Tensor | None
     classes: Tensor | None
-    error: list[float]
-    plain: list[float]
-    bits: list[bool] | None
+    error: float
+    plain: float
 
     def hidden(self) -> float:
         """The share of blocks that interval arithmetic finds hidden."""
@@ -78,44 +67,6 @@ def plain(function: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if function.mask_mod is not None:
         scores = scores.masked_fill(~function.mask_mod(*where), -torch.inf)
     return scores.softmax(-1) @ v
-
-
-def results(run: Callable, function: Function, given: Sequence[Tensor]) -> list[Tensor]:
-    """The output; the gradients of q, k and v for a random gradient of the output, joined; that of
-    the learned tensor, if there is one."""
-    leaves = [x.detach().requires_grad_() for x in given]
-    trained = [] if function.learned is None else [function.learned.requires_grad_()]
-    out = run(function, *leaves)
-    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out.dtype)
-    found = torch.autograd.grad(out, leaves + trained, gradient)
-    for x in trained:
-        x.requires_grad_(False)
-    return [out.detach(), torch.cat([x.flatten() for x in found[:3]]), *found[3:]]
-
-
-def errors(found: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
-    """The norms of the differences, relative to those of the right results."""
-    return [(x.double() - y).norm().item() / y.norm().item() for x, y in zip(found, right)]
-
-
-def ours(function: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return fastattn.flex_attention(q, k, v, function.score_mod, mask_mod=function.mask_mod)
-
-
-def as_mask(function: Function, n: int) -> Callable:
-    """A call of `fastattn.attention` with what a function amounts to."""
-    seen, added = shown_pairs(function, n), scores_of_zero(function, n)
-    mask = seen if added is None else added.masked_fill(~seen, -torch.inf)
-    return lambda _, q, k, v: fastattn.attention(q, k, v, mask=mask)
-
-
-def same_bits(function: Function, given: Sequence[Tensor], is_sum: bool) -> list[bool] | None:
-    """Whether out, and the gradients of q, k and v, have the bits of those of a mask."""
-    if not is_sum:
-        return None
-    n, fixed = given[0].shape[2], function._replace(learned=None)
-    of_mask = results(as_mask(function, n), fixed, given)
-    return [torch.equal(x, y) for x, y in zip(results(ours, fixed, given), of_mask)]
 
 
 def names(found: Structure) -> str:
@@ -141,24 +92,6 @@ def exact_classes(seen: Tensor) -> Tensor:
     return torch.where(every, ALL, torch.where(some, SOME, NONE)).to(torch.uint8)
 
 
-def trace(function: Function) -> tuple:
-    score, mask = function.score_mod, function.mask_mod
-    return merge(
-        None if score is None else trace_score_mod(score),
-        None if mask is None else trace_mask_mod(mask),
-    )
-
-
-def trace_time(function: Function) -> float:
-    """The least time of some traces, in microseconds."""
-    times = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        trace(function)
-        times.append(time.perf_counter() - begin)
-    return min(times) * MICROSECONDS
-
-
 def shown_pairs(function: Function, n: int) -> Tensor:
     """[n, n] bool: the pairs that a function shows."""
     if function.mask_mod is None:
@@ -166,77 +99,49 @@ def shown_pairs(function: Function, n: int) -> Tensor:
     return function.mask_mod(*indices(n)).expand(1, 1, n, n)[0, 0]
 
 
-def scores_of_zero(function: Function, n: int) -> Tensor | None:
-    """(1, HEADS, n, n): what scores of 0 become. None: they stay."""
-    if function.score_mod is None:
-        return None
-    return function.score_mod(torch.zeros(1, HEADS, n, n), *indices(n))
-
-
 def measure(function: Function, n: int) -> Found:
     draws = torch.Generator().manual_seed(0)
-    given = torch.randn(3, 1, HEADS, n, HEAD_DIM, generator=draws).unbind()
-    score, mask, tensors = trace(function)
+    q, k, v = torch.randn(3, 1, HEADS, n, HEAD_DIM, generator=draws)
+    traced = (
+        None if function.score_mod is None else trace_score_mod(function.score_mod),
+        None if function.mask_mod is None else trace_mask_mod(function.mask_mod),
+    )
+    score, mask, tensors = merge(*traced)
     structure = recognise(score, mask, tensors, Shape(1, HEADS, n, n), documents=False)
-    seen, added = shown_pairs(function, n), scores_of_zero(function, n)
-    classes = mask and block_classes(mask, tensors, n, n, block_rows=BLOCK, block_keys=BLOCK)
-
-    right = results(plain, function, [x.double() for x in given])
-    error = errors(results(ours, function, given), right)
-    same_dtype = errors(results(plain, function, given), right)
-
-    parts = None if score is None else as_sum(score)
-    is_sum = score is None or (parts is not None and parts.softcap is None)
+    added = None
+    if function.score_mod is not None:
+        added = function.score_mod(torch.zeros(1, HEADS, n, n), *indices(n))[0, 0]
+    right = plain(function, q.double(), k.double(), v.double())
+    ours = fastattn.flex_attention(q, k, v, function.score_mod, mask_mod=function.mask_mod)
+    errors = [(x - right).norm().item() for x in (ours, plain(function, q, k, v))]
+    classes = None
+    if mask is not None:
+        classes = block_classes(mask, tensors, n, n, block_rows=BLOCK, block_keys=BLOCK)
     return Found(
-        traced=trace_time(function),
         operations=sum(len(x.values) for x in (score, mask) if x is not None),
         recognised=names(structure),
-        seen=seen,
-        added=None if added is None else added[0, 0],
+        seen=shown_pairs(function, n),
+        added=added,
         classes=classes,
-        error=error,
-        plain=same_dtype,
-        bits=same_bits(function, given, is_sum),
+        error=errors[0] / right.norm().item(),
+        plain=errors[1] / right.norm().item(),
     )
 
 
-def words(bits: list[bool] | None) -> str:
-    return "no mask" if bits is None else " ".join("same" if x else "other" for x in bits)
-
-
 def table(found: dict[str, Found]) -> list[str]:
-    lines = [
-        f"{'function':<19}{'traced':>9}{'values':>8}{'hidden':>9}{'out':>9}{'q, k, v':>9}"
-        f"{'table':>9}  {'bits':<10}recognised"
-    ]
+    lines = [f"{'function':<19}{'values':>8}{'hidden':>9}{'error':>9}  recognised"]
     for name, x in found.items():
-        of_table = f"{x.error[2]:.1e}" if len(x.error) > 2 else "-"
-        lines.append(
-            f"{name:<19}{x.traced:>6.0f} us{x.operations:>8}{x.hidden():>9.0%}{x.error[0]:>9.1e}"
-            f"{x.error[1]:>9.1e}{of_table:>9}  {words(x.bits):<10}{x.recognised}"
-        )
+        numbers = f"{x.operations:>8}{x.hidden():>9.0%}{x.error:>9.1e}"
+        lines.append(f"{name:<19}{numbers}  {x.recognised}".rstrip())
     return lines
 
 
 def prove(found: dict[str, Found]) -> Claims:
     claims = Claims()
-    for what, at in (("output", 0), ("gradients of q, k and v", 1)):
-        worst = max(x.error[at] / x.plain[at] for x in found.values())
-        claims.prove(
-            f"{what}: the largest error is {worst:.2f} times that of plain float32, at most 2",
-            worst <= 2,
-        )
-    worst = max(x.error[2] for x in found.values() if len(x.error) > 2)
+    worst = max(x.error / x.plain for x in found.values())
     claims.prove(
-        f"gradients of tables: the largest error is {worst:.1e} of the norm, bound {OF_TABLES}; "
-        "they are sums of many numbers that cancel",
-        worst <= OF_TABLES,
-    )
-    beside = [x.bits for x in found.values() if x.bits is not None]
-    claims.prove(
-        f"bits: {sum(map(all, beside))} of {len(beside)} functions that a mask can state have the "
-        "bits of that mask, in the output and in the gradients of q, k and v",
-        all(map(all, beside)),
+        f"output: the largest error is {worst:.2f} times that of plain float32, at most 2",
+        worst <= 2,
     )
     pairs = [(x.classes, exact_classes(x.seen)) for x in found.values() if x.classes is not None]
     wrong = sum(int(((c != e) & (c != SOME)).sum()) for c, e in pairs)
@@ -246,11 +151,6 @@ def prove(found: dict[str, Found]) -> Claims:
         f"intervals: {wrong} of {blocks} blocks of {BLOCK} x {BLOCK} are classed wrongly, "
         f"{missed} without all or none of their pairs being found",
         wrong == 0,
-    )
-    slowest = max(x.traced for x in found.values())
-    claims.prove(
-        f"trace: time of a function at most {slowest:.0f} us, bound {LARGEST_TRACE}",
-        slowest <= LARGEST_TRACE,
     )
     return claims
 
