@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
 
 PROGRAM = """
 import hashlib, json
-import torch, fastattn
+import torch
 from fastattn.backends.native import libraries, marshalling
 from tests.features import checking, factors
 torch.set_num_threads(1)
@@ -34,31 +34,6 @@ for form in ("dense", "packed", "selected"):
             state.update(f"{name} {x.shape} {x.stride()} {x.dtype}".encode())
             state.update(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         found[f"{form} {number}"] = state.hexdigest()
-
-q = torch.randn(2, 4, 5, 8)
-wrong = [
-    *(dict(q=x) for x in ("q", None, q.long(), q.to_sparse(), q.to("meta"))),
-    *(dict(k=x) for x in (q[0], q.double(), None)),
-    *(dict(v=x) for x in (q[:1], None)),
-    *(dict(mask=x) for x in (q[0, 0, :3, :3], q.long(), 1.0)),
-    *(dict(key_lengths=torch.tensor(x)) for x in ([9, 1], [1.0, 2.0], [1])),
-    *(dict(scale=x) for x in (True, "1", [1], float("nan"), torch.tensor(1.0))),
-    *(dict(causal=x) for x in ("left", [1], 2)),
-    *(dict(window=x) for x in (3, (True, 1), (-1, 0), (1, 2, 3))),
-    *(dict(dropout_p=x) for x in (2.0, None)),
-    *(dict(backend=x) for x in (3, "cudnn", "cuda")),
-    *(dict(sinks=q[0, 0, 0, :3]), dict(softcap=-1.0), dict(seed=1.5, dropout_p=0.5)),
-    *(dict(nonsense=1), dict(alibi_slopes=q[0, 0, 0, :5].requires_grad_())),
-]
-for at, one in enumerate(wrong):
-    for grad in (False, True):
-        try:
-            with torch.set_grad_enabled(grad):
-                fastattn.attention(**(dict(q=q, k=q, v=q) | one))
-        except Exception as error:
-            found[f"wrong {at} {grad}"] = f"{type(error).__name__}: {error}"
-        else:
-            found[f"wrong {at} {grad}"] = "no error"
 print(json.dumps(found))
 """
 
@@ -78,12 +53,11 @@ def run(program, **environment):
 
 @pytest.mark.slow
 @needs_extension
-def test_calls_have_the_same_bits_and_errors_the_same_text():
+def test_calls_have_the_same_bits():
     pytest.importorskip("numpy", reason="digests are of numpy's bytes")
     found, without = (json.loads(run(PROGRAM, FASTATTN_EXTENSION=x)) for x in ("auto", "off"))
     assert (found.pop("extension"), without.pop("extension")) == (True, False)
     assert found == without and len(found) > 300
-    assert [x for x in found.values() if x == "no error"] == []
 
 
 # ---------------------------------------------------------------------- caches confuse no two calls
