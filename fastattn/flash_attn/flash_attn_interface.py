@@ -93,15 +93,8 @@ def flash_attn_func(
         >>> out.shape, lse.shape
         (torch.Size([1, 5, 4, 8]), torch.Size([1, 4, 5]))
     """
-    arguments = arguments_of(
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        s_aux=s_aux,
-    )
+    scores = softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
+    arguments = arguments_of(*scores, dropout_p)
     with in_their_names():
         results = dense(q, k, v, arguments, return_attn_probs)
     return results if return_attn_probs else results[0]
@@ -151,20 +144,9 @@ def flash_attn_kvpacked_func(
     """
     need_shape("kv", kv, ("batch", "seqlen", 2, "heads", "head_dim"))
     k, v = kv.unbind(2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        s_aux=s_aux,
-    )
+    scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    flags = deterministic, return_attn_probs
+    return flash_attn_func(q, k, v, *scores, *flags, s_aux=s_aux)
 
 
 def flash_attn_qkvpacked_func(
@@ -208,20 +190,9 @@ def flash_attn_qkvpacked_func(
     """
     need_shape("qkv", qkv, ("batch", "seqlen", 3, "heads", "head_dim"))
     q, k, v = qkv.unbind(2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        s_aux=s_aux,
-    )
+    scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    flags = deterministic, return_attn_probs
+    return flash_attn_func(q, k, v, *scores, *flags, s_aux=s_aux)
 
 
 def flash_attn_varlen_func(
@@ -294,15 +265,8 @@ def flash_attn_varlen_func(
         >>> first = flash_attn_func(q[None, :3], k[None, :3], v[None, :3], causal=True)
         >>> torch.testing.assert_close(out[:3], first[0])
     """
-    arguments = arguments_of(
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        s_aux=s_aux,
-    )
+    scores = softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
+    arguments = arguments_of(*scores, dropout_p)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         need_integers(name, x, ("batch + 1",))
     where = cu_seqlens_k if block_table is None else (block_table, cu_seqlens_k.diff())
@@ -366,24 +330,10 @@ def flash_attn_varlen_kvpacked_func(
     """
     need_shape("kv", kv, ("total", 2, "heads", "head_dim"))
     k, v = kv.unbind(1)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        s_aux=s_aux,
-    )
+    scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    flags = deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, *where, *scores, *flags, s_aux=s_aux)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -433,24 +383,10 @@ def flash_attn_varlen_qkvpacked_func(
     """
     need_shape("qkv", qkv, ("total", 3, "heads", "head_dim"))
     q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        s_aux=s_aux,
-    )
+    scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    flags = deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, *where, *scores, *flags, s_aux=s_aux)
 
 
 def flash_attn_with_kvcache(
@@ -541,14 +477,8 @@ def flash_attn_with_kvcache(
         >>> bool((k_cache[:, :6] == k).all())
         True
     """
-    arguments = arguments_of(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        s_aux=s_aux,
-    )
+    scores = softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
+    arguments = arguments_of(*scores)
     why = "flash_attn_with_kvcache has no gradients"
     need_constant(why, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
     need_shape("q", q, ("batch", "seqlen", "heads", "head_dim"))

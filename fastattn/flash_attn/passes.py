@@ -55,7 +55,8 @@ def _flash_attn_forward(
 ) -> Forward:
     """q (B,M,H,D), k (B,N,Hk,D), v (B,N,Hk,Dv): out (B,M,H,Dv), LSE (B,H,M), S_dmask, rng_state."""
     window = window_size_left, window_size_right
-    arguments = _arguments(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    scores = softmax_scale, causal, window, softcap, alibi_slopes
+    arguments = arguments_of(*scores, dropout_p=dropout_p)
     arguments, rng_state = _drawn(arguments, q)
     with in_their_names():
         return _forward(q, *dense(q, k, v, arguments, return_softmax), rng_state)
@@ -94,7 +95,8 @@ def _flash_attn_varlen_forward(
             "lengths by cu_seqlens_k and omit seqused_k"
         )
     window = window_size_left, window_size_right
-    arguments = _arguments(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    scores = softmax_scale, causal, window, softcap, alibi_slopes
+    arguments = arguments_of(*scores, dropout_p=dropout_p)
     arguments, rng_state = _drawn(arguments, q)
     where = cu_seqlens_k
     if block_table is not None:
@@ -130,7 +132,8 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Write dq (B,M,H,D), dk (B,N,Hk,D), dv (B,N,Hk,Dv); return the row sums (B,H,M)."""
     window = window_size_left, window_size_right
-    arguments = _arguments(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    scores = softmax_scale, causal, window, softcap, alibi_slopes
+    arguments = arguments_of(*scores, dropout_p=dropout_p)
     arguments = _drawn_before(arguments, rng_state)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     with in_their_names():
@@ -168,7 +171,8 @@ def _flash_attn_varlen_backward(
 ) -> Tensor:
     """Write dq (T,H,D), dk (S,Hk,D), dv (S,Hk,Dv); return the row sums (H,T)."""
     window = window_size_left, window_size_right
-    arguments = _arguments(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    scores = softmax_scale, causal, window, softcap, alibi_slopes
+    arguments = arguments_of(*scores, dropout_p=dropout_p)
     arguments = _drawn_before(arguments, rng_state)
     where = cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k, None, None
     with in_their_names():
@@ -184,18 +188,6 @@ _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
-
-
-def _arguments(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes) -> Arguments:
-    return arguments_of(
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        s_aux=None,
-    )
 
 
 def _drawn(arguments: Arguments, q: Tensor) -> tuple[Arguments, Tensor]:

@@ -24,14 +24,13 @@ Results = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, S_dmask
 
 
 def arguments_of(
-    *,
-    dropout_p: float = 0.0,
     softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: Tensor | None,
-    s_aux: Tensor | None,
+    s_aux: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Arguments:
     window = _window(window_size)
     return dict(
