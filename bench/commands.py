@@ -235,11 +235,11 @@ def _cells(
 
 
 def _compile(process: isolated_process.Process, cases: list[Case], passes: tuple[str, ...]) -> None:
+    progress.show("compiling the kernels of every kind of call")
     try:
-        for text in process.stream(precompile.ahead, cases, passes):
-            progress.show(text)
+        progress.show(process.call(precompile.ahead, cases, passes))
     except (isolated_process.Died, isolated_process.Raised) as error:  # the cells report the error
-        progress.show(f"nothing more is compiled ahead: {error}")
+        progress.show(f"nothing is compiled ahead: {error}")
 
 
 def _finish(result: Result, options: Options) -> int:

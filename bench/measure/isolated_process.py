@@ -8,9 +8,8 @@ GPU serves one process at a time.
 The caller sends (function, arguments) through a pipe. The worker process answers with messages
 (kind, value):
 
-    "item"    a result of the function
     "at"      the peer that is running now, or None
-    "done"    the function has returned
+    "done"    the function has returned this value
     "raised"  the function raised; the value is the error in one line. The caller raises Raised.
     "lost"    the GPU is unusable; the value is the reason. The caller raises Died.
 
@@ -26,7 +25,7 @@ import importlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -65,34 +64,25 @@ class Process:
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function in the process and return its result. Raises Died and Raised."""
-        (found,) = self.stream(_as_iterator, function, *args)
-        return found
-
-    def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
-        """Run the iterator in the process and yield its items. Raises Died and Raised."""
         if self.worker is None:
             self._start()
-        peer, finished = None, False
+        peer, kind = None, ""
         try:
             self.pipe.send((function, args))
             while True:
                 kind, value = self.pipe.recv()
-                if kind == "item":
-                    yield value
-                elif kind == "at":
-                    peer = value
-                elif kind == "lost":
+                if kind == "done":
+                    return value
+                if kind == "raised":
+                    raise Raised(value)
+                if kind == "lost":
                     raise Died(peer, value)
-                else:
-                    finished = True
-                    if kind == "raised":
-                        raise Raised(value)
-                    return
+                peer = value
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self.worker.join(EXIT_TIMEOUT)
             raise Died(peer, _ending(self.worker.exitcode)) from None
         finally:
-            if not finished:  # the process died, or the caller stopped iterating
+            if kind not in ("done", "raised"):  # the process died, or the caller was interrupted
                 self.close()
 
     def _start(self) -> None:
@@ -179,13 +169,12 @@ def _serve(pipe: Any, modules: tuple[str, ...]) -> None:
             _answer(function, args)
 
 
-def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
+def _answer(function: Callable[..., Any], args: tuple) -> None:
     """Run one call and send its messages."""
-    reason = ""
+    reason, result = "", None
     try:
         try:
-            for item in function(*args):
-                _send("item", item)
+            result = function(*args)
         except Unusable:
             raise
         except Exception as error:
@@ -194,15 +183,10 @@ def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
         # Until then its traceback keeps the frames, and their tensors, so they cannot be freed.
         if reason:
             recover(reason)
-        _send("raised" if reason else "done", reason)
+        _send("raised" if reason else "done", reason or result)
     except Unusable as error:
         _send("lost", str(error))
         os._exit(1)  # skip all cleanup: freeing memory of that GPU would raise or hang
-
-
-def _as_iterator(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
-    """The result of the function as the only item of an iterator."""
-    yield function(*args)
 
 
 def _send(kind: str, what: Any) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -37,11 +37,11 @@ def kinds(cases: Iterable[Case]) -> list[Case]:
     return list(found.values())
 
 
-def ahead(cases: Sequence[Case], passes: Sequence[str]) -> Iterator[str]:
-    """Compile the kernels of every kind of case, and yield a line of progress for each. Errors are
-    ignored here: the cell raises the same error again and reports it."""
+def ahead(cases: Sequence[Case], passes: Sequence[str]) -> str:
+    """Compile the kernels of every kind of case; what was done. Errors are ignored here: the cell
+    raises the same error again and reports it."""
     if fastattn.available_backends()["triton"]:
-        return
+        return "Triton compiles nothing here"
     begun, chosen = time.monotonic(), kinds(cases)
     what = next((x for x in passes if x != FORWARD), FORWARD)
     with (
@@ -49,12 +49,10 @@ def ahead(cases: Sequence[Case], passes: Sequence[str]) -> Iterator[str]:
         ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool,
     ):
         _run(chosen[0], what)  # alone: it sets up the compiler and the driver
-        jobs = [pool.submit(_run, case, what) for case in chosen[1:]]
-        for done, _ in enumerate(as_completed(jobs), 2):
-            spent = time.monotonic() - begun
-            yield f"compiled {done} of {len(chosen)} kinds of calls in {spent:.0f} s"
+        list(pool.map(lambda case: _run(case, what), chosen[1:]))
     with isolated_process.at(SUBJECT):  # frees GPU memory that failed cases left allocated
         isolated_process.recover("compiling ahead")
+    return f"compiled {len(chosen)} kinds of calls in {time.monotonic() - begun:.0f} s"
 
 
 def _run(case: Case, what: str) -> None:

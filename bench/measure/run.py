@@ -103,19 +103,16 @@ def _cells_apart(
     deaths: Counter[str] = Counter()
     for case in cases:
         progress.show(f"measuring {case}, {', '.join(passes)}: {', '.join(peers)}")
-        left = list(passes)
         lost = {
             name: f"not tried: it ended the process in {count} cells"
             for name, count in deaths.items()
             if count >= LIVES
         }
-        while left:
-            given = case, left, tuple(peers), limits, seconds, threads, lost
-            reason = ""
+        while True:
+            given = case, passes, tuple(peers), limits, seconds, threads, lost
             try:
-                for record in process.stream(_named_cells, *given):
-                    left = [what for what in left if what != record["pass"]]
-                    yield record
+                yield from process.call(_named_cells, *given)
+                break
             except isolated_process.Died as death:
                 peer, reason = death.at, str(death)
                 if peer is not None and peer not in lost:  # retry without it
@@ -124,8 +121,7 @@ def _cells_apart(
                     continue
             except isolated_process.Raised as error:
                 reason = str(error)
-            for what in left:
-                yield _unmeasured(case, what, reason, peers)
+            yield from (_unmeasured(case, what, reason, peers) for what in passes)
             break
 
 
@@ -137,10 +133,10 @@ def _named_cells(
     seconds: float,
     threads: Sequence[int] | None,
     lost: Mapping[str, str],
-) -> Iterator[Record]:
+) -> list[Record]:
     """`_cells_of` with peers by name, because functions cannot be sent to another process."""
     peers = {name: PEERS[name] for name in names}
-    return _cells_of(case, passes, peers, limits, seconds, threads, lost)
+    return list(_cells_of(case, passes, peers, limits, seconds, threads, lost))
 
 
 def race(

@@ -73,9 +73,7 @@ class CompiledKernel:
     rows: int = 0  # of its matrix products; 0 without any
     registers: int = 0  # per thread
     spills: int = 0  # instructions that store or load a spilled register
-    inner: int = 0  # most of those in one innermost loop
     loop: int = 0  # instructions of an iteration of the shortest main loop
-    stack: int = 0  # bytes per thread
     shared: int = 0  # bytes per block
     tensor: int = 0  # columns of tensor memory per block
     mix: Counter[str] = dataclasses.field(default_factory=Counter)  # opcode: instructions
@@ -319,15 +317,13 @@ def inspect(binary: Any) -> dict[str, Any]:
         file.flush()
         usage = nvidia_tool("cuobjdump", "--dump-resource-usage", file.name)
         listing = nvidia_tool("nvdisasm", "-c", file.name)
-    registers, stack = (int(_found(rf"{x}:(\d+)", usage)) for x in ("REG", "STACK"))
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers, usage
     code = max(sass.read(listing).values(), key=lambda x: len(x.instructions))
     operations = Counter(x.base for x in code.instructions)
-    inner = [[x for b in loop.blocks for x in code.blocks[b]] for loop in code.innermost()]
     return dict(
-        registers=registers,
-        stack=stack,
+        registers=int(registers[1]),
         spills=sass.spills(code.instructions),
-        inner=max(map(sass.spills, inner), default=0),
         loop=min((x.instructions for x in code.counts()), default=0),
         shared=binary.metadata.shared,
         tensor=getattr(binary.metadata, "tmem_size", None) or 0,
@@ -341,13 +337,6 @@ def inspect(binary: Any) -> dict[str, Any]:
             ffma=operations["FFMA"],
         ),
     )
-
-
-def _found(pattern: str, text: str) -> str:
-    match = re.search(pattern, text)
-    if not match:
-        raise RuntimeError(f"cuobjdump: got {text!r}, expected {pattern} in it")
-    return match[1]
 
 
 # ------------------------------------------------------------------------------------ the verdicts
@@ -389,21 +378,17 @@ def budget_of(version: str) -> dict[str, int] | None:
 
 # -------------------------------------------------------------------------------------- the reports
 
-COLUMNS = ("registers", "spills", "inner", "loop", "stack", "shared", "tensor")
+NUMBERS = ("registers", "spills", "loop", "shared", "tensor")
 MIX = ("wgmma", "tcgen05", "mma", "tma", "cp_async", "exp2", "ffma")
-NUMBERS = "".join(f"{x:>10}" for x in COLUMNS + MIX)
 
 
 def listing(version: str, kernels: Iterable[CompiledKernel]) -> str:
     """One line per kernel, in the given order. Columns have fixed widths, so diffs are small."""
-    lines = [
-        f"# Triton {version}: make aot. bench/static_gpu/aot.py says what the columns are.",
-        f"{'kernel':48} {'tile':14}{NUMBERS}",
-    ]
+    titles = "".join(f"{x:>10}" for x in (*NUMBERS, *MIX))
+    lines = [f"# Triton {version}: make aot", f"{'kernel':48} {'tile':14}{titles}"]
     for k in kernels:
-        values = [getattr(k, x) for x in COLUMNS] + [k.mix[x] for x in MIX]
-        numbers = "".join(f"{x:>10}" for x in values)
-        lines.append(f"{k!s:48} {k.tile:14}{f' {k.error}' if k.error else numbers}")
+        values = (*(getattr(k, x) for x in NUMBERS), *(k.mix[x] for x in MIX))
+        lines.append(f"{k!s:48} {k.tile:14}{k.error or ''.join(f'{x:>10}' for x in values)}")
     return "\n".join(lines) + "\n"
 
 

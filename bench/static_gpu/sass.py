@@ -137,9 +137,6 @@ class Code:
                     bodies.setdefault(header, {header}).update(_body(before, header, block))
         return [Loop(header, frozenset(body)) for header, body in sorted(bodies.items())]
 
-    def innermost(self) -> list[Loop]:
-        return [x for x in self.loops if not any(y.blocks < x.blocks for y in self.loops)]
-
     def main_loops(self) -> list[Loop]:
         def fits(loop: Loop) -> bool:
             inside = [x for b in loop.blocks for x in self.blocks[b]]

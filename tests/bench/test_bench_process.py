@@ -82,7 +82,7 @@ def test_the_entry_has_the_exit_status(name, crashed):
 
 
 class Here:
-    """An apart.Process without another process. GPU work is replaced by small work on the CPU."""
+    """A Process without another one. GPU work is replaced by small work on the CPU."""
 
     def __init__(self):
         self.log, self.living = [], False
@@ -97,23 +97,18 @@ class Here:
         self.living = False
 
     def call(self, function, *args):
-        return next(self.stream(lambda *_: iter([self.done(function, *args)]), function))
-
-    def stream(self, function, *args):
         self.living = True
         self.log.append((function, args))
-        args = [self.small(x) if isinstance(x, Case) else x for x in args]
-        yield from function(*args)
-
-    def done(self, function, *args):
         if function is roofline.measure:
             compute = dict.fromkeys(args[1], LIMITS.compute["float32"])
             return LIMITS._replace(compute=compute)._asdict()
-        found = function(*("cpu" if x == "cuda" else x for x in args))
+        found = function(*map(self.small, args))
         return found | {"device": "cuda"} if function is machine.describe else found
 
     def small(self, x):
-        return dataclasses.replace(x, device="cpu", B=1, H=2, Hk=2)
+        if isinstance(x, Case):
+            return dataclasses.replace(x, device="cpu", B=1, H=2, Hk=2)
+        return "cpu" if x == "cuda" else x
 
 
 @parametrize("command", ["sweep", "race small", "memory"], fast=1)
@@ -131,5 +126,5 @@ def test_only_the_measuring_process_uses_the_gpu(command, monkeypatch, tmp_path)
     (path,) = tmp_path.glob("*.json")
     found = results.read(path)
     assert found["machine"]["device"] == "cuda" and (found["cells"] or found["memory"])
-    probed = [args for _, args in process.log if peak_memory.extra_bytes in args]
-    assert bool(probed) == (command in ("sweep", "memory")) and not process.living
+    probed = peak_memory.extra_bytes in {function for function, _ in process.log}
+    assert probed == (command in ("sweep", "memory")) and not process.living

@@ -45,6 +45,12 @@ def toy(text=TOY):
     return code
 
 
+def test_instructions_are_read_with_their_guards_and_operands():
+    first, copies, back = toy().instructions[:3]
+    assert (first.opcode, back.guard, back.target) == ("S2R", "P1", ".L_x_1")
+    assert copies.base == "LDGSTS" and sass.spills(toy().instructions) == 1
+
+
 def test_the_main_loop_has_products_and_exponentials():
     code = toy()
     headers = [code.labels[f".L_x_{k}"] for k in (1, 0, 8)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.static_gpu import aot, sass
+from bench.static_gpu import aot
 from bench.static_gpu.aot import CompiledKernel, KernelCase
 from tests.support import build_lock
 from tests.support.backends import INTERPRETED, needs_triton
@@ -131,31 +131,6 @@ NO_WGMMA = Counter(mma=64)
 def test_faults_of_a_kernel_are_found(kernel, budget, fault):
     found = aot.faults(kernel, budget)
     assert len(found) == bool(fault) and all(fault in x for x in found), found
-
-
-SASS = """
-.L_x_0:
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-.L_x_1:
-        /*0010*/              @!P0 STL.64 [R1+0x8], R2 ;
-.L_x_2:
-        /*0020*/                   LDL R4, [R1] ;
-        /*0030*/                   MUFU.EX2 R4, R4 ;
-        /*0040*/               @P1 BRA `(.L_x_2) ;
-        /*0050*/               @P0 BRA `(.L_x_1) ;
-        /*0060*/                   LDL R5, [R1] ;
-        /*0070*/                   BRA `(.L_x_3) ;
-.L_x_3:
-        /*0080*/                   EXIT ;
-"""
-
-
-def test_spills_are_counted_in_all_and_in_the_inner_loop():
-    (code,) = sass.read(SASS).values()
-    assert [x.opcode for x in code.instructions][:4] == ["MOV", "STL.64", "LDL", "MUFU.EX2"]
-    assert sass.spills(code.instructions) == 3
-    (loop,) = code.innermost()
-    assert sass.spills([x for b in loop.blocks for x in code.blocks[b]]) == 1
 
 
 def test_a_listing_is_one_line_a_kernel():
