@@ -227,33 +227,6 @@ def test_a_cache(page_size, rows):
     torch.testing.assert_close(found, exact(q, k, v, causal="bottom_right"))
 
 
-def test_a_part_of_a_larger_call():
-    """Parts by rows, keys, heads and items count as the whole does."""
-    q, k, v = tensors()
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    functions = dict(score_mod=bent, mask_mod=shown)
-    whole, lse = fastattn.attention(q, k, v, return_lse=True, **functions)
-    rows = fastattn.attention(q[:, :, 20:], k, v, place=fastattn.Place(row=20), **functions)
-    torch.testing.assert_close(rows, whole[:, :, 20:])
-    place = fastattn.Place(head=2, item=1)
-    corner = fastattn.attention(q[1:, 2:], k[1:, 2:], v[1:, 2:], place=place, **functions)
-    torch.testing.assert_close(corner, whole[1:, 2:])
-    parts = [
-        fastattn.attention(
-            q,
-            k[:, :, at],
-            v[:, :, at],
-            return_lse=True,
-            place=fastattn.Place(key=first),
-            **functions,
-        )
-        for first, at in ((0, slice(0, 13)), (13, slice(13, None)))
-    ]
-    merged = fastattn.merge(parts)
-    torch.testing.assert_close(merged[0], whole)
-    torch.testing.assert_close(merged[1], lse)
-
-
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 0, 0)], ids=str)
 def test_vmap(in_dims):
     q, k, v = tensors()
