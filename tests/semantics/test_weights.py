@@ -22,7 +22,7 @@ from tests.support.backends import (
     variant,
     variants,
 )
-from tests.support.cases import DTYPES, FEATURE, FEATURES, PLAIN, build, square
+from tests.support.cases import DTYPES, FEATURE, FEATURES, PLAIN, build, name_of, square
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
 
@@ -118,7 +118,7 @@ def of_constant_lse(problem, average):
 
 
 @every_backend
-@pytest.mark.parametrize("features, mean", thinned(ALONE, MEANS), ids=str)
+@pytest.mark.parametrize("features, mean", thinned(ALONE, MEANS), ids=name_of)
 def test_a_given_lse_is_a_constant(name, features, mean):
     average = mean == "mean"
     problem = with_identity(build(square(2, 2, 35, 17), features, torch.float32), average)
