@@ -1,10 +1,11 @@
-"""Without a C compiler or Python.h, Triton cannot launch: it gives the reason, and the next backend
-runs.
+"""Triton is optional: its first kernel imports it. Where it is absent, or where it cannot launch
+without a C compiler or Python.h, there is a reason, and the next backend runs.
 
 No GPU is needed: torch is patched to report one, and the driver is a library of empty functions.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import types
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,12 @@ import fastattn
 from fastattn.backends import base
 from fastattn.backends.native import cuda
 from fastattn.backends.shared import gpu
-from fastattn.backends.triton import launch_cache, runtime, toolchain
+from fastattn.backends.triton import launch_cache, runtime, tile_configs, toolchain
 from fastattn.call import spec, validation
+from tests.support.backends import INTERPRETED
 
-needs_triton = pytest.mark.skipif(
-    launch_cache.interpreted() or not importlib.util.find_spec("triton"),
-    reason="no Triton, or its interpreter",
-)
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="about a process that interprets nothing")
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
 needs_compiler = pytest.mark.skipif(
     bool(toolchain.unavailable()), reason="no C compiler or no Python.h here"
 )
@@ -100,7 +101,6 @@ def on_a_gpu(monkeypatch):
     runtime.unavailable.cache_clear()
 
 
-@pytest.mark.skipif(launch_cache.interpreted(), reason="the interpreter compiles nothing")
 def test_the_next_backend_runs_and_explain_has_the_reason(on_a_gpu):
     on_a_gpu.setattr(toolchain, "unavailable", lambda: "there is no Python.h")
     on_a_gpu.setattr(launch_cache, "_has_launcher", lambda: False)
@@ -112,7 +112,6 @@ def test_the_next_backend_runs_and_explain_has_the_reason(on_a_gpu):
     assert base.choose(described()).name == "triton"
 
 
-@pytest.mark.skipif(launch_cache.interpreted(), reason="the interpreter compiles nothing")
 def test_the_header_is_searched_once(on_a_gpu):
     looks = []
     on_a_gpu.setattr(toolchain, "unavailable", lambda: looks.append(1) or "")
@@ -184,3 +183,65 @@ def test_triton_launches_where_it_is_reported_available(driver, tmp_path):
     assert (reason, imported, launches) == (None, False, True), stderr
     reason, imported, launches, stderr = run_with(driver, tmp_path, "hidden", CC="/no/such/cc")
     assert (reason, imported, launches) == (None, True, True), stderr
+
+
+# -- Triton is optional ----------------------------------------------------------------------------
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_triton_is_imported_by_its_first_kernel_only():
+    code = """
+import sys, torch, fastattn
+out = fastattn.attention(*(torch.randn(1, 2, 9, 8, requires_grad=True) for _ in "qkv"))
+out.sum().backward()
+fastattn.explain(*(torch.randn(1, 2, 9, 8) for _ in "qkv"))
+print("triton" in sys.modules or "fastattn.kernels.forward" in sys.modules)
+"""
+    assert run(code).split() == ["False"]
+
+
+def test_a_missing_triton_is_a_reason(monkeypatch):
+    for version, reason in ((None, "not installed"), ("3.3.1", "older than 3.4")):
+        runtime.unavailable.cache_clear()
+        monkeypatch.setattr(tile_configs, "triton_version", lambda version=version: version)
+        assert reason in fastattn.available_backends()["triton"]
+    runtime.unavailable.cache_clear()
+
+
+def test_a_build_of_another_name_has_a_version(monkeypatch):
+    def nameless(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nameless)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.0+vendor"))
+    assert tile_configs.triton_version.__wrapped__() == "3.7.0+vendor"
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace())  # a folder named so
+    assert tile_configs.triton_version.__wrapped__() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import", "probe"])
+def test_flops_are_counted_in_either_order_of_imports(first):
+    code = """
+import importlib.util, torch, fastattn
+importlib.util.find_spec("torch.utils.flop_counter") if PROBE else None
+from torch.utils.flop_counter import FlopCounterMode
+q = torch.randn(1, 2, 9, 8)
+with FlopCounterMode(display=False) as counter:
+    fastattn.attention(q, q, q)
+print(counter.get_total_flops())
+"""
+    code = code.replace("PROBE", str(first == "probe"))
+    assert run(code).split() == [str(2 * 2 * 9 * 9 * 16)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")
+def test_without_a_gpu_asking_for_triton_raises_with_the_reason():
+    q = torch.randn(1, 1, 3, 8)
+    with pytest.raises(NotImplementedError, match=r"triton: .*(GPU|not installed)"):
+        fastattn.attention(q, q, q, backend="triton")
