@@ -421,8 +421,9 @@ def test_jagged():
         warnings.simplefilter("ignore")
         found, wanted = (f(q, q, q) for f in (ours, theirs))
     assert found._ragged_idx == wanted._ragged_idx
-    assert found.values().shape == wanted.values().shape
     assert found.values().stride() == wanted.values().stride()
+    torch.testing.assert_close(found.values(), wanted.values())
+    assert (found + q).shape == q.shape == wanted.shape
 
 
 def test_flash_is_excluded():

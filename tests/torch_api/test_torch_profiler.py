@@ -17,11 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn.dispatch import run_pass
-from fastattn.flash_attn import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
+from fastattn.flash_attn import flash_attn_with_kvcache
 from tests.support.backends import FUSED, INTERPRETED, not_interpreted, small
 from tests.support.ways import in_sdpa, mapped, multihead, out_alone, packed, rand, rows
 
@@ -41,10 +37,6 @@ def tensors():
     return [rand(B, H, N, D, seed=i) for i in range(3)]
 
 
-def tokens(x):
-    return x.transpose(1, 2)
-
-
 # ------------------------------------------------------------------------------------- ways in
 
 
@@ -58,11 +50,6 @@ def encoder(q, k, v):
     layer = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True)
     fastattn.convert(layer)
     return layer(q[:, 0])
-
-
-def single(q, k, v):
-    torch.manual_seed(0)
-    return fastattn.nn.CausalSelfAttention(D, D, N, num_heads=2)(q[:, 0])
 
 
 def cached(q, k, v):
@@ -110,16 +97,9 @@ WAYS = {  # (the call, its forward events, its backward events)
         ["attention_backward", "weights_backward"],
     ),
     "a converted layer": (encoder, FORWARD, BACKWARD),
-    "CausalSelfAttention": (single, FORWARD, BACKWARD),
     "KVCache": (cached, FORWARD, None),
-    "flash_attn_func": (lambda *x: flash_attn_func(*map(tokens, x)), FORWARD, BACKWARD),
-    "flash_attn_varlen_func": (
-        lambda *x: flash_attn_varlen_func(*map(rows, x), CU.int(), CU.int(), N, N),
-        FORWARD,
-        BACKWARD,
-    ),
     "flash_attn_with_kvcache": (
-        lambda *x: flash_attn_with_kvcache(*map(tokens, x)),
+        lambda *x: flash_attn_with_kvcache(*(y.transpose(1, 2) for y in x)),
         FORWARD,
         None,
     ),
