@@ -207,25 +207,34 @@ def test_a_mask_of_one_row_where_a_rank_has_one(four, feature, strategy, count):
 # -- seeds -----------------------------------------------------------------------------------------
 
 
-def drop(group, seed):
+def drop(group, seed, packed):
     """out for v = 1 under dropout, and the next number of torch's generator on this rank."""
     torch.manual_seed(5 if seed == "same" else dist.get_rank(group))
-    x = torch.ones(1, 4, 6, 8)
-    out = distributed.attention(x, x, x, group=group, strategy="gather", dropout_p=0.5)
+    given = dict(group=group, dropout_p=0.5)
+    if packed:
+        x, cu = torch.ones(6, 4, 8), torch.tensor([0, 4, 6 * group.size()])
+        out = distributed.attention_packed(x, x, x, cu, cu, **given)
+    else:
+        x = torch.ones(1, 4, 6, 8)
+        out = distributed.attention(x, x, x, strategy="gather", **given)
     return out, torch.rand(()).item()
 
 
-def test_without_a_seed_the_first_rank_draws(four):
-    found = four.run(3, drop, "same")
-    torch.manual_seed(5)
-    whole = torch.ones(1, 4, 18, 8)
-    right = fastattn.attention(whole, whole, whole, dropout_p=0.5)
-    assert torch.equal(torch.cat([out for out, _ in found], 2), right)
+@pytest.mark.parametrize("packed, count", [(False, 3), (True, 2), (True, 3)])
+@pytest.mark.parametrize("seed", ["same", "own"])
+def test_without_a_seed_the_first_rank_draws(four, seed, packed, count):
+    found = four.run(count, drop, seed, packed)
+    torch.manual_seed(5 if seed == "same" else 0)
+    if packed:
+        x, cu = torch.ones(6 * count, 4, 8), torch.tensor([0, 4, 6 * count])
+        right = fastattn.attention_packed(x, x, x, cu, cu, dropout_p=0.5)
+    else:
+        x = torch.ones(1, 4, 6 * count, 8)
+        right = fastattn.attention(x, x, x, dropout_p=0.5)
+    assert torch.equal(torch.cat([out for out, _ in found], 0 if packed else 2), right)
     after = torch.rand(()).item()
-    assert [x for _, x in found] == [after] * 3, "generators are not where one rank's is"
-    torch.manual_seed(0)
-    other = torch.cat([out for out, _ in four.run(3, drop, "own")], 2)
-    assert torch.equal(other, fastattn.attention(whole, whole, whole, dropout_p=0.5))
+    alike = found if seed == "same" else found[:1]
+    assert {x for _, x in alike} == {after}, "generators are not where one rank's is"
 
 
 # -- cutting ---------------------------------------------------------------------------------------

@@ -168,24 +168,6 @@ def test_packed_batches_of_fewer_rows_than_ranks(four, sizes):
     close(*over_packed(four, 4, PACKED[2], "float64", sizes))
 
 
-def drop_packed(group, seed):
-    torch.manual_seed(5 if seed == "same" else dist.get_rank(group))
-    x, cu = torch.ones(6, 4, 8), torch.tensor([0, 4, 6 * group.size()])
-    out = distributed.attention_packed(x, x, x, cu, cu, group=group, dropout_p=0.5)
-    return out, torch.rand(()).item()
-
-
-@pytest.mark.parametrize("count", [2, 3])  # ulysses, and gather
-def test_without_a_seed_the_first_rank_draws_for_packed_batches(four, count):
-    whole, cu = torch.ones(6 * count, 4, 8), torch.tensor([0, 4, 6 * count])
-    for seed in ("same", "own"):
-        found = four.run(count, drop_packed, seed)
-        torch.manual_seed(5 if seed == "same" else 0)
-        right = fastattn.attention_packed(whole, whole, whole, cu, cu, dropout_p=0.5)
-        assert torch.equal(torch.cat([out for out, _ in found]), right)
-        assert found[0][1] == torch.rand(()).item()
-
-
 def packed_twice(group, strategy):
     g = torch.Generator().manual_seed(0)
     x, moves = (torch.randn(6, 2, 3, generator=g, dtype=torch.float64) for _ in range(2))
