@@ -174,9 +174,12 @@ def _language(
     given = dict(input_ids=ids * mask, attention_mask=mask)
     labels = ids.masked_fill(mask == 0, -100)
     if what == "tokens":
-        how = dict(do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
-        how |= given | dict(max_new_tokens=TOKENS)
-        return _run(pair, FORWARD, lambda model: model.generate(**how), same=dtype == "float32")
+        how = dict(do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=TOKENS)
+
+        def tokens(model: Any) -> Tensor:
+            return model.generate(**given, **how, use_cache=True)
+
+        return _run(pair, FORWARD, tokens, same=dtype == "float32")
     return _run(
         pair,
         what,
