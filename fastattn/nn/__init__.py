@@ -7,8 +7,8 @@ pytest -k:
 
 document              system                         class                         test
 --------------------  -----------------------------  ----------------------------  -----------------
-chapter-3 notebook    attention without parameters   ScaledDotProductAttention     N leading
-                      self-attention, one head       SelfAttention                 D contexts
+chapter-3 notebook    attention without parameters   ScaledDotProductAttention     D notebook
+                      self-attention, one head       SelfAttention                 D notebook
                       causal, dropout, split heads   CausalSelfAttention           N causal_self
                       a stack of single heads        ConcatenatedHeads             N concatenated
 attention overview    self-attention, three tokens   SelfAttention                 D overview
