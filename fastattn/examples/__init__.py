@@ -7,7 +7,7 @@
     python -m fastattn.examples.digits_vit           a vision Transformer, converted in place
     python -m fastattn.examples.meanflow             a one-step flow, trained with attention's jvp
     python -m fastattn.examples.complexity           the paper's table of complexities, measured
-    python -m fastattn.examples.flex_gallery         functions of flex_attention, verified and drawn
+    python -m fastattn.examples.flex_gallery         functions of flex_attention, drawn and timed
     python -m fastattn.examples.long_context         a sequence split over ranks, trained as on one
     python -m fastattn.examples.sparse_lm            rows that select their keys, beside all keys
 

@@ -18,10 +18,12 @@ class Function(NamedTuple):
     Args:
         mask_mod: mask_mod(b, h, i, j) -> bool. None: every key is seen.
         score_mod: score_mod(score, b, h, i, j) -> score. None: scores stay.
+        learned: The captured tensor that a model trains, if there is one.
     """
 
     mask_mod: Callable | None = None
     score_mod: Callable | None = None
+    learned: Tensor | None = None
 
 
 def causal(b, h, i, j):
@@ -115,7 +117,7 @@ def t5_buckets(n: int) -> Function:
         bucket = torch.where(distance < 16, distance, (16 + wide.long()).clamp(max=31))
         return s + table[h, bucket]
 
-    return Function(causal, score)
+    return Function(causal, score, table)
 
 
 def softcap(n: int) -> Function:
@@ -124,7 +126,7 @@ def softcap(n: int) -> Function:
 
 def relative_table(n: int) -> Function:
     table = torch.randn(HEADS, 2 * n - 1, generator=torch.Generator().manual_seed(4))
-    return Function(None, lambda s, b, h, i, j: s + table[h, i - j + (n - 1)])
+    return Function(None, lambda s, b, h, i, j: s + table[h, i - j + (n - 1)], table)
 
 
 def graph_distance(n: int) -> Function:
@@ -132,7 +134,7 @@ def graph_distance(n: int) -> Function:
     place = torch.randn(n, 2, generator=torch.Generator().manual_seed(5))
     distance = (torch.cdist(place, place) * 3).long().clamp(max=15)
     table = torch.randn(HEADS, 16, generator=torch.Generator().manual_seed(6))
-    return Function(None, lambda s, b, h, i, j: s + table[h, distance[i, j]])
+    return Function(None, lambda s, b, h, i, j: s + table[h, distance[i, j]], table)
 
 
 def multi_modal_prefix(n: int) -> Function:

@@ -7,7 +7,8 @@ The model is built like gpt-oss: grouped heads with learned sinks, layers that a
 attention and a sliding window, plus dropout of attention weights. `fastattn.distributed.shard`
 gives each rank a part of the tokens, positions and next tokens; only attention uses other parts.
 Rank 0 first trains the same model on the whole sequence. The losses agree, in float32 to 1e-6
-relative. Ranks are processes on this machine that communicate by gloo over its loopback.
+relative, and so does attention in the first step, bit by bit if no sum is split. Ranks are
+processes on this machine that communicate by gloo over its loopback.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ WIDTH, HEADS, KEY_HEADS, DIM, LAYERS = 64, 8, 2, 32, 4
 WINDOW, DROPOUT = 128, 0.1
 STEPS, LENGTH, RATE = 20, 1024, 3e-3
 STRATEGIES = ("gather", "ring", "ulysses", "usp")
+EXACT, OF_ROWS = ("gather", "ulysses"), ("out", "LSE", "dQ")  # exact: sums over keys are not split
+RESULTS = (*OF_ROWS, "dK", "dV")
 
 
 class Way(NamedTuple):
@@ -47,6 +50,7 @@ class Way(NamedTuple):
 
     attention: Callable[..., Any]
     shard: Callable[..., Tensor]
+    unshard: Callable[..., Tensor]
     add: Callable[[Tensor], Any]  # sum over ranks, in place
 
 
@@ -54,7 +58,7 @@ def whole(x: Tensor, dim: int = 2) -> Tensor:
     return x
 
 
-ALONE = Way(fastattn.attention, whole, whole)
+ALONE = Way(fastattn.attention, whole, whole, whole)
 
 
 def together(strategy: str, layout: str) -> Way:
@@ -64,6 +68,7 @@ def together(strategy: str, layout: str) -> Way:
     return Way(
         partial(distributed.attention, strategy=strategy, **about),
         partial(distributed.shard, **about),
+        partial(distributed.unshard, **about),
         dist.all_reduce,
     )
 
@@ -176,26 +181,94 @@ def train(way: Way, steps: int, length: int, what: str) -> Training:
     return Training(losses, (time.perf_counter() - begun) / steps, peak_bytes() - before)
 
 
+# -- attention of the first step -------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """The arguments of an attention call, and the gradient of its output."""
+
+    qkv: Sequence[Tensor]
+    about: dict[str, Any]
+    dout: Tensor
+
+    def run(self, way: Way) -> list[Tensor]:
+        """`RESULTS` for the whole sequence."""
+        q, k, v = (way.shard(x).clone().requires_grad_() for x in self.qkv)
+        out, lse = way.attention(q, k, v, **self.about, return_lse=True)
+        grads = torch.autograd.grad(out, (q, k, v), way.shard(self.dout))
+        return [way.unshard(x) for x in (out.detach(), lse.detach(), *grads)]
+
+
+def first_calls(length: int) -> list[Call]:
+    """The attention call of each layer in the first training step on one rank."""
+    torch.manual_seed(0)
+    model, calls = Model(), []
+
+    def attention(*qkv: Tensor, **about: Any) -> Tensor:
+        about["sinks"] = about["sinks"].detach()
+        out = fastattn.attention(*qkv, **about)
+        assert isinstance(out, Tensor)
+        given = [x.detach() for x in qkv]
+        out.register_hook(lambda dout: calls.append(Call(given, about, dout)))
+        return out
+
+    loss_of(model, next(sequences(1, length)), ALONE._replace(attention=attention), 0).backward()
+    return calls
+
+
+def errors_by_strategy(length: int, layout: str) -> dict[str, Tensor]:
+    """Maximum error of each of `RESULTS` over the layers, relative to the largest value of the
+    one-rank result. Only rank 0 computes it; other ranks return zeros."""
+    calls = first_calls(length) if dist.get_rank() == 0 else [None] * LAYERS
+    ways = {name: together(name, layout) for name in possible(dist.get_world_size())}
+    errors = {name: torch.zeros(len(RESULTS)) for name in ways}
+    for call in calls:
+        shared: list[Any] = [call]
+        dist.broadcast_object_list(shared)
+        found = {name: shared[0].run(way) for name, way in ways.items()}
+        if call is not None:
+            right = call.run(ALONE)
+            for name, each in found.items():
+                pairs = zip(each, right)
+                apart = torch.stack([(x - y).abs().max() / y.abs().max() for x, y in pairs])
+                errors[name] = errors[name].maximum(apart)
+    return errors
+
+
 # -- results ---------------------------------------------------------------------------------------
 
 
-def print_rows(alone: Training, ranks: Sequence[Training]) -> None:
+def print_rows(alone: Training, ranks: Sequence[Training], errors: dict[str, Tensor]) -> None:
     names = ("loss at first", "at last", "s a step", "peak MB")
     print(f"\n{'':12}" + "".join(f"{x:>15}" for x in names))
     rows = [("one rank", alone), *((f"rank {r} of {len(ranks)}", x) for r, x in enumerate(ranks))]
     for name, x in rows:
         losses = f"{x.losses[0]:15.9f}{x.losses[-1]:15.9f}"
         print(f"{name:12}{losses}{x.seconds:15.2f}{x.peak / 1e6:15.1f}")
+    print("\nattention of the first step, against one rank's:\n")
+    print(f"{'':12}" + "".join(f"{name:>10}" for name in RESULTS))
+    for name, each in errors.items():
+        cells = [f"{x:.1e}" if x else "the bits" for x in each.tolist()]
+        print(f"{name:12}" + "".join(f"{x:>10}" for x in cells))
     print()
 
 
-def prove(alone: Training, ranks: Sequence[Training], claims: Claims) -> None:
+def prove(
+    alone: Training, ranks: Sequence[Training], errors: dict[str, Tensor], claims: Claims
+) -> None:
     right, found = (torch.tensor(x.losses, dtype=torch.float64) for x in (alone, ranks[0]))
     apart = ((found - right) / right).abs().max().item()
     claims.prove(
         f"the losses of {len(right)} steps are those of one rank, to {apart:.0e} of each (< 1e-6)",
         apart < 1e-6,
     )
+    exact = [name for name in EXACT if name in errors]
+    of_rows = torch.stack([errors[name][: len(OF_ROWS)] for name in exact])
+    claims.prove(
+        f"out, LSE and dQ have one rank's bits under {' and '.join(exact)}", not of_rows.any()
+    )
+    worst = torch.stack(list(errors.values())).max().item()
+    claims.prove(f"everything else is one rank's to {worst:.0e} (< 1e-5)", worst < 1e-5)
     part = max(x.peak for x in ranks) / alone.peak
     most = 1 / len(ranks) + 0.2
     claims.prove(
@@ -238,13 +311,14 @@ def work(options: argparse.Namespace) -> int:
     way = together(options.strategy, options.layout)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, train(way, steps, length, f"{len(ranks)} ranks"))
+    errors = errors_by_strategy(length, options.layout)
     dist.destroy_process_group()
     if alone is None:
         return 0
     print(f"{length} tokens on {len(ranks)} ranks by {options.strategy}, {options.layout}")
-    print_rows(alone, ranks)
+    print_rows(alone, ranks, errors)
     claims = Claims()
-    prove(alone, ranks, claims)
+    prove(alone, ranks, errors, claims)
     if options.plot is not None:
         save(picture(alone, ranks, options.strategy), options.plot)
     return claims.status()

@@ -10,8 +10,8 @@ from one initial state:
     blocks    `fastattn.top_blocks` by mean keys, as in MoBA, then `fastattn.attention_selected`
     indexer   `fastattn.lightning_index`, trained to agree with attention, as in DeepSeek-V3.2
 
-Half a minute on one core. Then the memory of one forward and backward pass of each is measured on a
-long sequence; `python -m bench race selected` has times.
+Half a minute on one core. Then one forward and backward pass of each is measured on a long
+sequence: its time and its memory.
 """
 
 from __future__ import annotations
@@ -151,9 +151,14 @@ def long_call(kind: str, length: int = LONG) -> Callable[[], Any]:
     return call
 
 
-def measure(kind: str) -> float:
-    """MiB in addition to the inputs."""
-    return extra_bytes(long_call, (kind, LONG), (kind, 64)) / 2**20
+def measure(kind: str) -> tuple[float, float]:
+    """Seconds, and MiB in addition to the inputs."""
+    call = long_call(kind)
+    call()
+    start = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    return seconds, extra_bytes(long_call, (kind, LONG), (kind, 64)) / 2**20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,15 +172,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{kind:8}{loss:6.2f}{run.right:11.0%}{keys[kind]:13}{run.seconds:9.1f} s")
     print(f"\nforward and backward of {LONG} rows, at most {LONG_KEYS} keys each:")
     long = {kind: measure(kind) for kind in KINDS}
-    for kind, mib in long.items():
-        print(f"{kind:8}{mib:8.0f} MiB")
+    for kind, (seconds, mib) in long.items():
+        print(f"{kind:8}{seconds:6.2f} s{mib:8.0f} MiB")
     for kind in KINDS:
         claims.prove(f"{kind}: the model learns to answer", runs[kind].right > 0.9)
     scores = 4 * LONG**2 / 2**20
     for kind in KINDS[1:]:
         claims.prove(
-            f"{kind}: {long[kind]:.0f} MiB, below one head's scores of all pairs, {scores:.0f}",
-            long[kind] < scores,
+            f"{kind}: {long[kind][1]:.0f} MiB, below one head's scores of all pairs, {scores:.0f}",
+            long[kind][1] < scores,
         )
     if options.plot is not None:
         save(picture(runs), options.plot)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastattn.examples
-from fastattn.examples import common, complexity, long_context, memory, serve
+from fastattn.examples import char_lm, common, complexity, long_context, memory, serve
 from tests.support.backends import INTERPRETED
 from tests.support.marks import parametrize
 
@@ -69,7 +69,7 @@ def test_ranks_of_torchrun(tmp_path):
         [sys.executable, *run.split()], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     claims = [line for line in done.stdout.split("\n") if line.startswith("proved")]
-    assert done.returncode == 0 and len(claims) == 2, done.stdout + done.stderr
+    assert done.returncode == 0 and len(claims) == 4, done.stdout + done.stderr
     assert "512 tokens on 2 ranks by usp, zigzag" in done.stdout
 
 
@@ -147,6 +147,25 @@ def test_continuous_batching_that_is_slower_fails_the_command(monkeypatch, capsy
     assert TIMES in failed and "continuous batching 22, padded batches 24" in failed
     seconds[serve.CONTINUOUS] = 0.9
     assert serve.main([]) == 0
+
+
+@pytest.mark.parametrize(
+    "seconds, expected",
+    [((2, 1, 4, 3), True), ((2, 3, 4, 2.9), False), ((5, 1, 4, 3), False), ((2, 1, 4, 5), False)],
+    ids=["as it is", "fused", "torch's", "fused over torch's"],
+)
+def test_dropout_that_makes_a_step_faster_is_noticed(seconds, expected):
+    assert char_lm.in_order(dict(zip(char_lm.COMPARED, seconds))) == expected
+
+
+def test_times_of_dropout_out_of_order_fail_the_command(monkeypatch, capsys):
+    """As claims about time, which `test_example` only reports."""
+    slow = {(name, p, n): (1.0 + p, 1.0) for name, p in char_lm.COMPARED for _, n in char_lm.SIZES}
+    monkeypatch.setattr(char_lm, "STEPS", 1)
+    monkeypatch.setattr(char_lm, "compare", lambda text: slow)
+    assert char_lm.main([]) == 1
+    failed = [x for x in capsys.readouterr().out.split("\n") if x.startswith("FAILED")]
+    assert sum(TIMES in line for line in failed) == len(char_lm.SIZES)
 
 
 # --- shared helpers -------------------------------------------------------------------------------
