@@ -51,28 +51,28 @@ def _status(reason: str | None) -> dict:
     return {"available": reason is None, "reason": reason}
 
 
-def show(found: dict[str, Any]) -> str:
-    lines = [f"{name:10} {found[name]}" for name in ("fastattn", "torch", "python", "machine")]
-    lines.append(f"{'gpu':10} {found['gpu'] or 'none that torch sees'}")
-    lines.append(f"{'threads':10} {found['threads']}")
-    if cpu := found["cpu"]:
+def show(facts: dict[str, Any]) -> str:
+    lines = [f"{name:10} {facts[name]}" for name in ("fastattn", "torch", "python", "machine")]
+    lines.append(f"{'gpu':10} {facts['gpu'] or 'none that torch sees'}")
+    lines.append(f"{'threads':10} {facts['threads']}")
+    if cpu := facts["cpu"]:
         lines.append(f"{'cpu isa':10} {cpu['isa']} (of {', '.join(cpu['isas'])})")
         lines.append(f"{'':10} {cpu['why']}")
         for dtype, units in cpu["units"].items():
             lines.append(f"{'':10} {dtype}: {_by_unit(units)}")
         lines.append(f"{'library':10} {cpu['library']}")
-    if cuda := found["cuda"]:
+    if cuda := facts["cuda"]:
         lines.append(f"{'cuda':10} {cuda['library']}")
         lacks = cuda["lacks_sm_90"]
         kinds = f"of sm_80; none of sm_90: {lacks}" if lacks else "of sm_80 and of sm_90"
         lines.append(f"{'':10} kernels {kinds}")
-    if why := found["extension"]["reason"]:
+    if why := facts["extension"]["reason"]:
         lines.append(f"{'extension':10} none, tiny calls take longer: {why}")
     lines.append("backends, in order of preference:")
-    for name, status in found["backends"].items():
+    for name, status in facts["backends"].items():
         verdict = "available" if status["available"] else f"not available: {status['reason']}"
         lines.append(f"  {name:10} {verdict}")
-    lines += [f"  {rule}" for rule in found["rules"]]
+    lines += [f"  {rule}" for rule in facts["rules"]]
     return "\n".join(lines)
 
 

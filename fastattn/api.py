@@ -566,11 +566,11 @@ _FAST = fast_path.path(_prepare_fast, DEFAULTS)
 
 def scalars_of(o: Options) -> dict[str, Any]:
     """The scalars of `Arguments` from which `prepare` made these options."""
-    found = dict(window=(o.left, o.right), place=o.place)
+    scalars = dict(window=(o.left, o.right), place=o.place)
     others = {argument.name for argument in ARGUMENTS.values()} | {"score_mod", "mask_mod"}
-    for name in DEFAULTS.keys() - found.keys() - others:
-        found[name] = DEFAULTS[name] if getattr(o, name) == "" else getattr(o, name)
-    return found
+    for name in DEFAULTS.keys() - scalars.keys() - others:
+        scalars[name] = DEFAULTS[name] if getattr(o, name) == "" else getattr(o, name)
+    return scalars
 
 
 def prepare_packed(
@@ -640,7 +640,7 @@ def _with_functions(
         check(t, o)
     device, dtype = t.q.device, acc_dtype(t.q.dtype)
     B, M, N = counts(t, o)
-    found = ModCall.of(
+    mod_call = ModCall.of(
         None if score_mod is None else trace_score_mod(score_mod, device=device, dtype=dtype),
         None if mask_mod is None else trace_mask_mod(mask_mod, device=device),
         Shape(B, t.q.shape[1], M, N),
@@ -648,16 +648,16 @@ def _with_functions(
         device,
         None if _is_plain(t, o) else Begin.of(o),
     )
-    if found.structure.band is not None:
-        left, right = found.structure.band
+    if mod_call.structure.band is not None:
+        left, right = mod_call.structure.band
         o = changed(o, left=left, right=right)
-    if found.structure.key_lengths is not None:
-        t = changed(t, key_lengths=found.structure.key_lengths)
-    if found.structure.alibi is not None:
-        t = changed(t, alibi_slopes=found.structure.alibi)
-    rest = found.rest(o.softcap)
+    if mod_call.structure.key_lengths is not None:
+        t = changed(t, key_lengths=mod_call.structure.key_lengths)
+    if mod_call.structure.alibi is not None:
+        t = changed(t, alibi_slopes=mod_call.structure.alibi)
+    rest = mod_call.rest(o.softcap)
     runs = runs_programs(device, o.backend)
-    lowered = found.lowered(rest, in_parts) if runs else None
+    lowered = mod_call.lowered(rest, in_parts) if runs else None
     if in_parts and lowered is None and (rest.score is not None or rest.mask is not None):
         raise NotImplementedError(
             f"score_mod: got backend={o.backend or None!r} on {device.type}, whose kernels run no "
@@ -668,11 +668,11 @@ def _with_functions(
         t, o = _with_captured(t, lowered), changed(o, softcap=rest.softcap)
         o = changed(o, score_mod=lowered.text, captured_sizes=lowered.sizes)
     elif rest.score is None:
-        t = changed(t, mask=_mask_of(found, t.mask))
+        t = changed(t, mask=_mask_of(mod_call, t.mask))
         o = changed(o, softcap=rest.softcap)
-    elif found.sum is not None and o.softcap is None:
-        t = changed(t, mask=_mask_of(found, t.mask))
-        o = changed(o, softcap=found.sum.softcap)
+    elif mod_call.sum is not None and o.softcap is None:
+        t = changed(t, mask=_mask_of(mod_call, t.mask))
+        o = changed(o, softcap=mod_call.sum.softcap)
     else:
         raise NotImplementedError(
             "score_mod: the kernels of this device run no programs, and a score_mod that is not "
@@ -692,10 +692,10 @@ def _with_captured(t: Tensors, mod: Lowered) -> Tensors:
     return changed(t, captured_floats=mod.floats, captured_ints=mod.ints, mask_blocks=mod.blocks)
 
 
-def _mask_of(found: ModCall, mask: Tensor | None) -> Tensor | None:
+def _mask_of(mod_call: ModCall, mask: Tensor | None) -> Tensor | None:
     """The mask of a call, with what its functions, which are a sum, add and hide."""
-    shown = found.masks()["mask"]
-    bias = found.bias(None)
+    shown = mod_call.masks()["mask"]
+    bias = mod_call.bias(None)
     if bias is not None:
         if mask is not None and mask.dtype == torch.bool:
             bias, mask = torch.where(mask, bias, -math.inf), None
@@ -766,13 +766,13 @@ def _place(place) -> Place:
     if not isinstance(place, Place):
         raise TypeError(f"place: got {place!r}, expected a fastattn.Place or None")
     bottom_right = flag("place.bottom_right", place.bottom_right)
-    found = [
+    numbers = [
         x
         if x is None and Place._field_defaults[name] is None
         else whole(f"place.{name}", x, "a whole number")
         for name, x in zip(NUMBERS, place)
     ]
-    return Place(*found, bottom_right=bottom_right)  # ty: ignore
+    return Place(*numbers, bottom_right=bottom_right)  # ty: ignore
 
 
 def _edges(window) -> tuple:

@@ -152,9 +152,9 @@ def attention_jvp(
 
 def _fitting(t: Tensors, given: Mapping[str, Any], moves: Mapping[str, Any]) -> Tangents:
     """The tangents, checked and cast to their tensors' dtypes, which autocast may have changed."""
-    found = {}
+    tangents = {}
     for name, x_t in moves.items():
         if x_t is not None:
             need_tangent(name, x_t, given.get(name))
-            found[name] = x_t.to(t.given(name).dtype)
-    return Tangents(**found)
+            tangents[name] = x_t.to(t.given(name).dtype)
+    return Tangents(**tangents)

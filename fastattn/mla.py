@@ -191,10 +191,10 @@ def decode(
     queries = absorbed(q, q_rotated, weights)
     scale = _scale(q, q_rotated) if scale is None else scale
     if isinstance(keys, KVCache):
-        found = keys.attention(queries, scale=scale, **arguments)
+        results = keys.attention(queries, scale=scale, **arguments)
     else:
-        found = attention(queries, keys, keys[..., :latent], scale=scale, **arguments)
-    out, *lse = found if isinstance(found, tuple) else (found,)
+        results = attention(queries, keys, keys[..., :latent], scale=scale, **arguments)
+    out, *lse = results if isinstance(results, tuple) else (results,)
     out = outputs(out, weights)
     return (out, *lse) if lse else out
 

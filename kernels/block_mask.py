@@ -56,8 +56,8 @@ def added(rows, keys, call, extras, F: tl.constexpr, BM: tl.constexpr, BN: tl.co
         if F.mask == "bool":
             x = tl.where(tl.load(at, mask=there, other=0) != 0, x, float("-inf"))
         else:
-            found = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
-            x += tl.where(found == found, found, 1.0)
+            mask = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
+            x += tl.where(mask == mask, mask, 1.0)
     if F.mask_mod is not None:
         b, h, i, j = indices(rows, keys, call, extras, F)
         x = tl.where(F.mask_mod(b, h, i, j, extras.captured), x, float("-inf"))
@@ -76,16 +76,16 @@ def noted(places, to, block, keep, before):
 
 @triton.jit(do_not_specialize=SIZES)
 def block_mask_kernel(
-    found,
+    block_mask,
     B, H, group, M, N, left, right, threshold, together,
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Fill found: the BlockMask of tiles of T.BM rows, or if KEYS, of T.BN keys.
+    """Fill block_mask: the BlockMask of tiles of T.BM rows, or if KEYS, of T.BN keys.
 
     finfo.min also hides a key from a row that has a mask value far above it. This is known only
     after the row's last key, so the launch for rows builds two lists: in the first, finfo.min does
-    not hide; in the second, at lists + steps, it does. It also stores `found.sees`, which the
+    not hide; in the second, at lists + steps, it does. It also stores `block_mask.sees`, which the
     launch for keys reads.
     """
     call = call_of(
@@ -100,14 +100,14 @@ def block_mask_kernel(
         tiles, steps = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
     pid = tl.program_id(0)
     plane, tile = pid // tiles, pid % tiles
-    b, h = plane // found.heads, plane % found.heads
+    b, h = plane // block_mask.heads, plane % block_mask.heads
     item = item_of(b, call, extras, F)
     i0, j0 = tile * T.BM, tile * T.BN
     if KEYS:
         blocks = row_range(j0, T.BN, item, call, T.BM)
     else:
         blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
-    header = found.ptr + pid.to(tl.int64) * found.size
+    header = block_mask.ptr + pid.to(tl.int64) * block_mask.size
     sees = plane.to(tl.int64) * call.M
     lists = header + HEADER
     none = tl.cast(0, tl.int32)
@@ -134,7 +134,7 @@ def block_mask_kernel(
                 seen = tl.max(tl.where(near, x, float("-inf")), 1)
             sight = tl.maximum(sight, seen)
         if F.mask == "add" and KEYS:
-            seen = tl.load(found.sees + sees + tl.minimum(i, call.M - 1)) != 0
+            seen = tl.load(block_mask.sees + sees + tl.minimum(i, call.M - 1)) != 0
             most = tl.where((most <= LEAST) & seen, float("-inf"), most)
         most, least = tl.max(most), tl.min(least)
         inside = (at >= blocks.full) & (at < blocks.tail)
@@ -152,7 +152,7 @@ def block_mask_kernel(
     if BOTH:
         i = i0 + tl.arange(0, T.BM)
         seen = sight > FAR
-        tl.store(found.sees + sees + i, seen.to(tl.int8), mask=i < call.M)
+        tl.store(block_mask.sees + sees + i, seen.to(tl.int8), mask=i < call.M)
         # A row with every key hidden by -inf does not need the keys at finfo.min either.
         needs = tl.where((sight > float("-inf")) & (sight <= FAR), 1.0, 0.0)
         if tl.max(needs) == 0.0:
@@ -169,10 +169,10 @@ def block_mask_kernel(
 
 
 @triton.jit
-def entry(found, b, h, tile, tiles):
+def entry(block_mask, b, h, tile, tiles):
     """The address of a tile's HEADER."""
-    plane = (b * found.sb + h * found.sh).to(tl.int64)
-    return found.ptr + (plane * tiles + tile) * found.size
+    plane = (b * block_mask.sb + h * block_mask.sh).to(tl.int64)
+    return block_mask.ptr + (plane * tiles + tile) * block_mask.size
 
 
 @triton.jit

@@ -19,13 +19,13 @@ from .score import (
 
 @triton.jit(do_not_specialize=SIZES)
 def index_check_kernel(
-    found,
+    errors,
     B, H, group, M, N, left, right, threshold, together,
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """found (programs,) int32: 1 for a tile of rows of which one sees a key where a program indexes
-    a captured tensor out of range, else 0."""
+    """errors (programs,) int32: 1 for a tile of rows of which one sees a key where a program
+    indexes a captured tensor out of range, else 0."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
         at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
@@ -45,4 +45,4 @@ def index_check_kernel(
             b_at, h_at, i_at, j_at = indices(rows, keys, call, extras, F)
             outside = F.outside(b_at, h_at, i_at, j_at, extras.captured)
             wrong |= (seen & outside).to(tl.int32)
-    tl.store(found + tl.program_id(0), tl.max(tl.max(wrong, 1), 0))
+    tl.store(errors + tl.program_id(0), tl.max(tl.max(wrong, 1), 0))

@@ -31,8 +31,8 @@ def exp(x):
     """e^x by 2^y, with the rounding error of y = x log2(e), which grows with x."""
     y = x * LOG2E
     error = fma(x, LOG2E, -y) + x * LOG2E_REST
-    found = tl.exp2(y)
-    return tl.where(tl.abs(y) < 200, found + found * (error * LN2), found)
+    estimate = tl.exp2(y)
+    return tl.where(tl.abs(y) < 200, estimate + estimate * (error * LN2), estimate)
 
 
 @triton.jit

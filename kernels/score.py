@@ -440,11 +440,11 @@ def curved_score(
     if not (F.block_mask and PART == WHOLE):
         if F.mask != "":
             at = rows.mask + keys.j.to(tl.int64) * extras.mask.sd
-            found = tl.load(at, mask=keys.j < call.N, other=0) if PART == EDGES else tl.load(at)
+            mask = tl.load(at, mask=keys.j < call.N, other=0) if PART == EDGES else tl.load(at)
             if F.mask == "bool":
-                s, derivative = hidden(s, derivative, found != 0, F)
+                s, derivative = hidden(s, derivative, mask != 0, F)
             else:
-                s += found.to(tl.float32)
+                s += mask.to(tl.float32)
         if F.mask_mod is not None:
             b, h, i, j = indices(rows, keys, call, extras, F)
             seen = F.mask_mod(b, h, i, j, extras.captured)

@@ -59,8 +59,8 @@ def moved_mask(mask_t, rows, keys, item, call, F: tl.constexpr, BOUND: tl.conste
     if F.mask_rows:
         at += tl.minimum(rows.i, call.M - 1).to(tl.int64) * mask_t.sm
     at += keys.j.to(tl.int64) * mask_t.sd
-    found = tl.load(at, mask=keys.j < call.N, other=0.0) if BOUND else tl.load(at)
-    return found.to(tl.float32)
+    tangent = tl.load(at, mask=keys.j < call.N, other=0.0) if BOUND else tl.load(at)
+    return tangent.to(tl.float32)
 
 
 @triton.jit

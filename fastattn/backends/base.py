@@ -205,12 +205,12 @@ def names() -> list[str]:
 
 def ordered(spec: AttentionSpec, device: torch.device | None) -> list[str]:
     """The names of all registered backends, in order of preference for a call on this device."""
-    found = names()
+    order = names()
     for rule in RULES:
-        if {rule.backend, rule.instead_of} <= set(found) and _applies(rule, spec, device):
-            found.remove(rule.backend)
-            found.insert(found.index(rule.instead_of), rule.backend)
-    return found
+        if {rule.backend, rule.instead_of} <= set(order) and _applies(rule, spec, device):
+            order.remove(rule.backend)
+            order.insert(order.index(rule.instead_of), rule.backend)
+    return order
 
 
 def _applies(rule: Rule, spec: AttentionSpec, device: torch.device | None) -> bool:
@@ -241,10 +241,10 @@ def available_backends() -> dict[str, str | None]:
 
     Example:
         >>> import fastattn
-        >>> found = fastattn.available_backends()
-        >>> list(found)[:3]
+        >>> reasons = fastattn.available_backends()
+        >>> list(reasons)[:3]
         ['cpu', 'triton', 'cuda']
-        >>> found["reference"] is None
+        >>> reasons["reference"] is None
         True
     """
     return {name: get(name).unavailable() for name in names()}

@@ -133,8 +133,8 @@ class Reference:
     ) -> dict[str, Tensor]:
         if spec.packed:
             grads = (dout, dlse, dout_t, dlse_t)
-            found = second_in_turn(self, spec, t, tangents, outs, grads, needs_grad)
-            return _as_inputs(spec, t, found, needs_grad)
+            gradients = second_in_turn(self, spec, t, tangents, outs, grads, needs_grad)
+            return _as_inputs(spec, t, gradients, needs_grad)
         w = _wide(spec, t)._replace(normaliser=outs[1])
         p, kept = _probabilities(spec, w)
         u = _tangents(spec, tangents)
@@ -191,7 +191,7 @@ def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
 def score_arguments(spec: AttentionSpec, t: Tensors) -> dict[str, Any]:
     """The oracle's arguments for scores. The window's right edge and the place stand for causal."""
     left, right = (None if x >= UNLIMITED else x for x in (spec.left, spec.right))
-    found = {ARGUMENTS[name].name: getattr(t, name) for name in _OF_SCORES} | dict(
+    arguments = {ARGUMENTS[name].name: getattr(t, name) for name in _OF_SCORES} | dict(
         causal=False,
         window=(left, right),
         softcap=spec.softcap or None,
@@ -200,10 +200,10 @@ def score_arguments(spec: AttentionSpec, t: Tensors) -> dict[str, Any]:
     )
     if spec.score_mod:
         functions = _Functions.of(spec, t)
-        found["mask"] = functions.mask(t.mask)
+        arguments["mask"] = functions.mask(t.mask)
         if functions.has_score:
-            found["score_mod"] = lambda s: functions.at(s).value()
-    return found
+            arguments["score_mod"] = lambda s: functions.at(s).value()
+    return arguments
 
 
 class _Functions(NamedTuple):
@@ -405,7 +405,7 @@ def _as_inputs(
     spec: AttentionSpec, t: Tensors, grads: dict[str, Tensor], needs_grad: Sequence[str]
 ) -> dict[str, Tensor]:
     """The gradients that are wanted, each in its input's shape and in the dtype of storage."""
-    found = {}
+    shaped = {}
     for name in needs_grad:
         x = getattr(t, name)
         dtype = spec.stored(x.dtype)
@@ -414,8 +414,8 @@ def _as_inputs(
             if name in "qkv"
             else x.new_empty(x.shape, dtype=dtype)
         )
-        found[name] = room.copy_(grads[name].reshape(x.shape))
-    return found
+        shaped[name] = room.copy_(grads[name].reshape(x.shape))
+    return shaped
 
 
 # ------------------------------------------------------------- packed: one sequence after the other

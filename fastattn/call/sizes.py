@@ -23,10 +23,10 @@ def holds(claim: Any) -> bool:
     # The compiler has imported this module already.
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-    found = guard_or_true(claim)
-    if found:
+    answer = guard_or_true(claim)
+    if answer:
         torch._check(claim)
-    return found
+    return answer
 
 
 def known(claim: Any) -> bool:

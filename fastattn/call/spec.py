@@ -441,13 +441,13 @@ def changed(x: Fields, **values: Any) -> Fields:
 
 
 def _arguments() -> dict[str, Argument]:
-    found = {}
+    arguments = {}
     for name, hint in get_type_hints(Tensors, include_extras=True).items():
         kind, argument = get_args(hint)
         field = argument.field or NATIVE_NAMES.get(name, name)
         optional = get_origin(kind) is not None  # a union, with None
-        found[name] = argument._replace(name=name, field=field, optional=optional)
-    return found
+        arguments[name] = argument._replace(name=name, field=field, optional=optional)
+    return arguments
 
 
 ARGUMENTS = _arguments()  # by name, in the order of `Tensors`

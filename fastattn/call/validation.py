@@ -288,7 +288,7 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
 
 def _of_score_mod(t: Tensors, o: Options, sizes: dict[str, int]) -> dict[str, int]:
     """The sizes of letters of what a score_mod captures."""
-    found = {
+    letter_sizes = {
         "block_rows": -(-sizes["M"] // BLOCK_ROWS),
         "block_keys": -(-sizes["N"] // BLOCK_KEYS),
     }
@@ -296,12 +296,12 @@ def _of_score_mod(t: Tensors, o: Options, sizes: dict[str, int]) -> dict[str, in
     for letter, x in captured.items():
         if x is not None:
             need(x.ndim == 1, f"captured_{letter}", shape_of(x), "one dimension")
-            found[letter] = x.shape[0]
+            letter_sizes[letter] = x.shape[0]
     given = t.mask_blocks is not None or any(x is not None for x in captured.values())
     need(bool(o.score_mod) or not given, "score_mod", repr(""), "programs, beside captured tensors")
     alone = o.softcap is None or not o.score_mod or o.score_mod.startswith("\n")
     need(alone, "softcap", o.softcap, "None beside a score_mod's program, which contains it")
-    return found
+    return letter_sizes
 
 
 def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:

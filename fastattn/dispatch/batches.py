@@ -43,12 +43,12 @@ def batched(
         folded, folded_groups = fold.tensors(Tensors(*t), dims_t), []
     others = zip(which.names(op)[moving:], groups[moving:], dims_of_groups[moving:])
     folded_groups += [fold.results(*of) for of in others]
-    found = run(which, op, folded, fold.options(o), folded_groups, needs_grad)
+    results = run(which, op, folded, fold.options(o), folded_groups, needs_grad)
     if which is JVP:
-        names: Sequence[str] = WITH_TANGENTS[-len(found) :]
+        names: Sequence[str] = WITH_TANGENTS[-len(results) :]
     else:
         names = needs_grad if which.chooses else op.results
-    return _first(fold.back(names, found))
+    return _first(fold.back(names, results))
 
 
 def _in_turn(V: int, function: Callable, tensors: Sequence, dims: Sequence[Dim]):
@@ -61,5 +61,5 @@ def _in_turn(V: int, function: Callable, tensors: Sequence, dims: Sequence[Dim])
     return _first(tuple(torch.stack(x) for x in zip(*calls)))
 
 
-def _first(found: Sequence[Tensor]):
-    return tuple(found), (0,) * len(found)
+def _first(results: Sequence[Tensor]):
+    return tuple(results), (0,) * len(results)

@@ -78,11 +78,11 @@ def _of_backward(run, call, groups, t, results, moves, needed, needs_grad) -> li
     u = tangents(moves, call.needs_grad)
     out_t, lse_t = run(JVP, op, t, o, (u, outs))
     incoming = _needed((out_t, normaliser_of(lse_t)), needed[0])
-    found: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor] = ()
     if needs_grad:
         every = grads[0], lse_of(grads[1]), None, None
-        found = run(SECOND, op, t, o, (u, (*outs, out_t, lse_t), every), needs_grad)
-    return [*incoming, *_constant(outs, needed[1]), *spread(found, needs_grad)]
+        gradients = run(SECOND, op, t, o, (u, (*outs, out_t, lse_t), every), needs_grad)
+    return [*incoming, *_constant(outs, needed[1]), *spread(gradients, needs_grad)]
 
 
 def _of_jvp(run, call, groups, t, results, moves, needed, needs_grad) -> list[Tensor | None]:
@@ -94,15 +94,15 @@ def _of_jvp(run, call, groups, t, results, moves, needed, needs_grad) -> list[Te
     if g is None and g_lse is None:  # the loss does not use the tangents
         of_u = [torch.zeros_like(x) for x, need in zip(u, needed[0]) if need]
         incoming = dout, dnormaliser
-        found = run(BACKWARD, op, t, o, (incoming, outs[:2]), needs_grad) if needs_grad else ()
+        gradients = run(BACKWARD, op, t, o, (incoming, outs[:2]), needs_grad) if needs_grad else ()
     else:
         every = g, g_lse, dout, lse_of(dnormaliser)
-        found = run(SECOND, op, t, o, (u, outs, every), needs_grad) if needs_grad else ()
+        gradients = run(SECOND, op, t, o, (u, outs, every), needs_grad) if needs_grad else ()
         incoming = g, None if g_lse is None else normaliser_of(g_lse)
         if needs_grad_u:
             of_u = run(BACKWARD, op, t, o, (incoming, outs[:2]), needs_grad_u)
     moved = tangents(of_u, needs_grad_u)
-    return [*moved, *_constant(outs[:2], needed[1]), *spread(found, needs_grad)]
+    return [*moved, *_constant(outs[:2], needed[1]), *spread(gradients, needs_grad)]
 
 
 def _of_second(run, call, groups, t, results, moves, needed, needs_grad) -> list[Tensor | None]:
@@ -111,13 +111,13 @@ def _of_second(run, call, groups, t, results, moves, needed, needs_grad) -> list
     _, outs, grads = groups
     w, needs_grad_u = tangents(moves, call.needs_grad), names(needed[0])
     out_w, lse_w = run(JVP, op, t, o, (w, outs[:2]))
-    found: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor] = ()
     if needs_grad_u:
         every = *grads[:2], None, None
-        found = run(SECOND, op, t, o, (w, (*outs[:2], out_w, lse_w), every), needs_grad_u)
+        gradients = run(SECOND, op, t, o, (w, (*outs[:2], out_w, lse_w), every), needs_grad_u)
     incoming = _needed((out_w, lse_w), needed[2][2:])
     constant = (None,) * (len(outs) + 2)
-    return [*tangents(found, needs_grad_u), *constant, *incoming, *(None,) * len(t)]
+    return [*tangents(gradients, needs_grad_u), *constant, *incoming, *(None,) * len(t)]
 
 
 _FORMULAS = {
@@ -133,8 +133,8 @@ def names(needed: Sequence[bool]) -> tuple[str, ...]:
     return tuple(name for name, need in zip(DIFFERENTIABLE, needed) if need)
 
 
-def _needed(found: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
-    return [x if need else None for x, need in zip(found, needed)]
+def _needed(tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    return [x if need else None for x, need in zip(tensors, needed)]
 
 
 def _constant(tensors: Sequence[Any], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -29,10 +29,10 @@ def unbatched(function: Callable, given: Sequence[Tensor | None]) -> Sequence[An
 
     def tensors(*given):
         nonlocal length
-        found = function(*given)
-        places[:] = [at for at, x in enumerate(found) if x is not None]
-        length = len(found)
-        return tuple(found[at] for at in places)
+        results = function(*given)
+        places[:] = [at for at, x in enumerate(results) if x is not None]
+        length = len(results)
+        return tuple(results[at] for at in places)
 
     mapped = torch.func.vmap(tensors, in_dims=dims)(*plain)
     every: list[Any] = [None] * length

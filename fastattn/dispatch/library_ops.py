@@ -77,12 +77,12 @@ def _inputs(defaults: bool) -> list[str]:
     """The arguments for `Tensors`, then `Options`."""
     types = {name: f"Tensor{'?' if a.optional else ''}" for name, a in ARGUMENTS.items()}
     types |= {name: _TYPES[hint] for name, hint in get_type_hints(Options).items()} | _SYMBOLS
-    found = [f"{kind} {NATIVE_NAMES.get(name, name)}" for name, kind in types.items()]
+    schema = [f"{kind} {NATIVE_NAMES.get(name, name)}" for name, kind in types.items()]
     if defaults:
         for at, name in enumerate(_NAMES):
             if name in _DEFAULTS:
-                found[at] += f"={_shown(_DEFAULTS[name])}"
-    return found
+                schema[at] += f"={_shown(_DEFAULTS[name])}"
+    return schema
 
 
 def _shown(default: Any) -> str:
@@ -172,8 +172,8 @@ def _kernel(which: Pass, op: Operation, *args):
     for group, names, tensors in zip(which.given, which.names(op), groups):
         if group != "tangents":
             check_results(t, o, names, tensors, "gradient of " if group == "grads" else "")
-    found = which.run(op, planned, t, o, groups, needs_grad)
-    return _untuple(found) if which is FORWARD else found
+    results = which.run(op, planned, t, o, groups, needs_grad)
+    return _untuple(results) if which is FORWARD else results
 
 
 @opaque_to_dynamo
@@ -217,8 +217,8 @@ def _autograd(which: Pass, ctx, *moves):
         groups, of_t = ctx.call.split(needed[:n])
         if any((*groups[2][:2], *of_t)):
             formulas.refuse_third()
-    found = formulas.derivative(_run, ctx.call, kept[:n], kept[n:], moves, needed[:n])
-    every = *found, *(None,) * (len(Options._fields) + which.chooses)
+    gradients = formulas.derivative(_run, ctx.call, kept[:n], kept[n:], moves, needed[:n])
+    every = *gradients, *(None,) * (len(Options._fields) + which.chooses)
     return tuple(in_saved_order(every)) if which is FORWARD else every
 
 
@@ -235,10 +235,10 @@ def _vmap(which: Pass, op: Operation, info, in_dims, *args):
     tensors = [*(x for group in groups for x in group), *t]
     dims = _in_own_order(which, in_dims, None)[: len(tensors)]
     call = PassCall(which, op, o, needs_grad)
-    found, dims = batched(_run, call, info.batch_size, dims, tensors)
+    results, dims = batched(_run, call, info.batch_size, dims, tensors)
     if which is FORWARD:
-        return _untuple(found), _untuple(dims)
-    return list(found), list(dims)
+        return _untuple(results), _untuple(dims)
+    return list(results), list(dims)
 
 
 def _run(which: Pass, op: Operation, t, o: Options, groups=(), needs_grad=()):

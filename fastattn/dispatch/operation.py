@@ -146,8 +146,8 @@ def _run_backward(
     _need_gradient(spec)
     if spec.paged:
         spec, backend = _plan_again(spec, "paged_grad", backend.name, t.q.device)
-    found = op.backward(backend, spec, t, outs, grads, needs_grad)
-    return [found[name] for name in needs_grad]
+    gradients = op.backward(backend, spec, t, outs, grads, needs_grad)
+    return [gradients[name] for name in needs_grad]
 
 
 def _run_jvp(
@@ -156,8 +156,8 @@ def _run_jvp(
     """The tangents of out and LSE, after out and normaliser if these are not given."""
     tangents, outs = Tangents(*groups[0]), groups[1]
     spec, backend = _plan_tangents(op, planned, t, o, tangents)
-    found = backend.jvp(spec, t, tangents, *outs)
-    return list(found[2:] if outs[0] is not None else found)
+    results = backend.jvp(spec, t, tangents, *outs)
+    return list(results[2:] if outs[0] is not None else results)
 
 
 def _run_second(
@@ -173,8 +173,8 @@ def _run_second(
     tangents, outs, grads = Tangents(*groups[0]), groups[1], groups[2]
     captures = "captured_floats" in needs_grad
     spec, backend = _plan_tangents(op, planned, t, o, tangents, captures)
-    found = backend.second(spec, t, tangents, outs, *grads, needs_grad)
-    return [found[name] for name in needs_grad]
+    grad_tangents = backend.second(spec, t, tangents, outs, *grads, needs_grad)
+    return [grad_tangents[name] for name in needs_grad]
 
 
 def _plan_tangents(
@@ -309,8 +309,8 @@ def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
 def tangent_outputs(t: Tensors, o: Options, known: bool) -> list[Tensor]:
     """As `empty_gradients`, for the results of `JVP`. known: are out and normaliser given?"""
     out, normaliser = _attention_outputs(t, o)
-    found = [out, normaliser, torch.empty_like(out), _empty("lse", t, o, normaliser.dtype)]
-    return found[2:] if known else found
+    outputs = [out, normaliser, torch.empty_like(out), _empty("lse", t, o, normaliser.dtype)]
+    return outputs[2:] if known else outputs
 
 
 def _weights_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:

@@ -121,10 +121,10 @@ def in_saved_order(of: Sequence[Any]) -> list[Any]:
 def from_saved_order(of: Sequence[Any], missing: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """The reverse, for `Tensors` and for `Options`. Last ones that are not there are `missing`'s,
     which has one for each of `Tensors` and `Options`."""
-    found = list(missing)
+    values = list(missing)
     for at, x in zip(_ORDER, of):
-        found[at] = x
-    return found[: len(Tensors._fields)], found[len(Tensors._fields) :]
+        values[at] = x
+    return values[: len(Tensors._fields)], values[len(Tensors._fields) :]
 
 
 def _in_memory(groups: Sequence[Group]) -> bool:

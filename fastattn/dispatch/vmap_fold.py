@@ -27,8 +27,8 @@ class Fold(NamedTuple):
 
     def at(self, shape: str) -> int | None:
         """The index of the folded dimension in `shape`, letters such as "B H M D"; or None."""
-        found = (i for i, x in enumerate(shape.split()) if x in LETTERS[self.along])
-        return next(found, None)
+        indices = (i for i, x in enumerate(shape.split()) if x in LETTERS[self.along])
+        return next(indices, None)
 
     def options(self, o: Options) -> Options:
         """The options of the folded call. Each call gets the dropout mask that it draws alone: the
@@ -49,14 +49,14 @@ class Fold(NamedTuple):
     ) -> tuple[list[Any], list[Any]]:
         """The folded tensors, and their folded tangents. If only one of a mask and its tangent is
         mapped, the other is expanded, because both must have the same shape."""
-        found, moves = list(self.tensors(t, dims)), []
+        folded, moves = list(self.tensors(t, dims)), []
         for name, x_t, dim_t in zip(DIFFERENTIABLE, tangents, dims_t):
             at, a = INDEX[name], ARGUMENTS[name]
             if x_t is not None and a.broadcast and (dim_t is None) != (dims[at] is None):
-                found[at] = self._broadcast(a, _front(self.V, t.given(name), dims[at]), 0)
+                folded[at] = self._broadcast(a, _front(self.V, t.given(name), dims[at]), 0)
                 x_t, dim_t = _front(self.V, x_t, dim_t), 0
             moves.append(self._argument(a, x_t, dim_t))
-        return found, moves
+        return folded, moves
 
     def results(self, of: Sequence[str], tensors: Sequence[Any], dims: Sequence[Dim]) -> list[Any]:
         """Fold outputs, or their gradients or tangents. of: their names in `RESULTS`."""

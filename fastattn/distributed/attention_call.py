@@ -199,8 +199,8 @@ def weighed(
     return known, {name: cost_model.cost(name, known, machine) for name in able}
 
 
-def cheapest(found: Mapping[str, Cost]) -> str:
-    return min(found, key=lambda name: found[name].seconds)
+def cheapest(costs: Mapping[str, Cost]) -> str:
+    return min(costs, key=lambda name: costs[name].seconds)
 
 
 def why_not(strategy: str, heads: int, sizes: tuple[int, ...], row_invariant: bool = False) -> str:
@@ -239,19 +239,19 @@ def whole(
     check_own = functools.partial(_check_own, q, k, v, team, strategy, layout)
     draws = bool(given["dropout_p"]) and given["seed"] is None
     if asks:
-        found = _agreed(q, k, v, team, given, how, draws, check_own)
+        of_ranks = _agreed(q, k, v, team, given, how, draws, check_own)
     else:
         check_own(given)
         if draws:
             raise ValueError("seed: got None, expected the same on every rank if agree is False")
-        found = [_own(q, k, given, 0)] * team.ranks
-    rows = spans_of(layout, [x.rows for x in found], "q.shape[2]")
-    keys = spans_of(layout, [x.keys for x in found], "k.shape[2]")
+        of_ranks = [_own(q, k, given, 0)] * team.ranks
+    rows = spans_of(layout, [x.rows for x in of_ranks], "q.shape[2]")
+    keys = spans_of(layout, [x.keys for x in of_ranks], "k.shape[2]")
     _check_whole(q, k, v, sum(map(size_of, keys)), given)
     if draws:
-        given = given | {"seed": found[0].seed}
+        given = given | {"seed": of_ranks[0].seed}
     given = shared_functions(traced(given, q), team)
-    kinds = {x.mask_rows for x in found}
+    kinds = {x.mask_rows for x in of_ranks}
     has_rows = ROWS in kinds or kinds == {UNCLEAR}
     return GlobalCall(team, rows, keys, given, has_rows, given["place"] or EVERYTHING)
 

@@ -67,16 +67,16 @@ class Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = Exchange.apply(*ctx.back, *grads)
-        return None, None, None, total(found)
+        parts = Exchange.apply(*ctx.back, *grads)
+        return None, None, None, total(parts)
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
-    found = first.to(acc_dtype(first.dtype))
+    summed = first.to(acc_dtype(first.dtype))
     for x in parts[1:]:
-        found = found + x
-    return found.to(first.dtype)
+        summed = summed + x
+    return summed.to(first.dtype)
 
 
 class Shared(Function):

@@ -54,17 +54,17 @@ class Team(NamedTuple):
 
     @property
     def rank(self) -> int:
-        found = 0
+        rank = 0
         for group in self.groups:
-            found = found * dist.get_world_size(group) + dist.get_rank(group)
-        return found
+            rank = rank * dist.get_world_size(group) + dist.get_rank(group)
+        return rank
 
     def all(self, mine: Any, gather: Callable[[Any, dist.ProcessGroup], list[Any]]) -> list[Any]:
         """The values of all ranks. `gather` collects the values of a group."""
-        found = [mine]
+        values = [mine]
         for group in reversed(self.groups):
-            found = [x for part in gather(found, group) for x in part]
-        return found
+            values = [x for part in gather(values, group) for x in part]
+        return values
 
     def table(self, row: Sequence[int], device: torch.device) -> list[list[int]]:
         """The rows of all ranks."""
@@ -72,8 +72,8 @@ class Team(NamedTuple):
         def gather(rows: list[list[int]], group: dist.ProcessGroup) -> list[list[list[int]]]:
             sent = torch.tensor(rows, dtype=torch.int64, device=device)
             shapes = [tuple(sent.shape)] * dist.get_world_size(group)
-            found = exchange([sent] * len(shapes), shapes, group, "what the ranks agree on")
-            return torch.stack(found).tolist()
+            received = exchange([sent] * len(shapes), shapes, group, "what the ranks agree on")
+            return torch.stack(received).tolist()
 
         return self.all(list(row), gather)
 
@@ -81,10 +81,10 @@ class Team(NamedTuple):
         """The objects `what` of all ranks, which all call this after `table` has shown a need."""
 
         def gather(each: list, group: dist.ProcessGroup) -> list[list]:
-            found: list[Any] = [None] * dist.get_world_size(group)
+            received: list[Any] = [None] * dist.get_world_size(group)
             with waiting(group, "what the ranks do not agree on"):
-                dist.all_gather_object(found, each, group=group)
-            return found
+                dist.all_gather_object(received, each, group=group)
+            return received
 
         return self.all(what, gather)
 
@@ -98,14 +98,14 @@ def need_team(group: Any) -> Team:
             "call torch.distributed.init_process_group, under torchrun or as its help shows"
         )
     if isinstance(group, DeviceMesh):
-        found = tuple(map(group.get_group, range(group.ndim)))
+        groups = tuple(map(group.get_group, range(group.ndim)))
     else:
-        found = (dist.group.WORLD if group is None else group,)
-    for x in found:
+        groups = (dist.group.WORLD if group is None else group,)
+    for x in groups:
         if not isinstance(x, dist.ProcessGroup) or dist.get_rank(x) < 0:
             expected = "a group of ranks that this one is in, a DeviceMesh, or None for all ranks"
             raise ValueError(f"group: got {group!r}, expected {expected}")
-    return Team(found)  # ty: ignore
+    return Team(groups)  # ty: ignore
 
 
 def agree(
@@ -133,11 +133,11 @@ def agree(
         if failed:
             raise RuntimeError(f"rank {failed[0]} of {len(every)} raised {said[failed[0]]}")
         raise ValueError("; ".join(_difference(name, [x[name] for x in said]) for name in names))
-    found = [Own(*row[1:n]) for row in every]
-    if {NO_ROWS, ROWS} <= {x.mask_rows for x in found}:
-        said = ["one row for all" if x.mask_rows == NO_ROWS else "rows" for x in found]
+    of_ranks = [Own(*row[1:n]) for row in every]
+    if {NO_ROWS, ROWS} <= {x.mask_rows for x in of_ranks}:
+        said = ["one row for all" if x.mask_rows == NO_ROWS else "rows" for x in of_ranks]
         raise ValueError(_difference("mask", said))
-    return found
+    return of_ranks
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:
@@ -148,8 +148,8 @@ def _difference(name: str, values: Sequence[Any]) -> str:
 
 def digest(value: Any) -> int:
     """A hash of 64 bits of the value's repr."""
-    found = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
-    return int.from_bytes(found, "little", signed=True)
+    hashed = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little", signed=True)
 
 
 BROADCAST = {argument.name for argument in ARGUMENTS.values() if argument.broadcast}

@@ -89,16 +89,16 @@ class Cut(NamedTuple):
             got = f"a DTensor on {x.device_mesh}"
             raise ValueError(f"{argument.name}: got {got}, expected {self.mesh}, as q is on")
         also = ALSO_OF_KEYS if name in ("k", "v") else ALSO
-        found = self.lies(_letters(argument, x), also)
-        if any(not has.is_replicate() and has != to for has, to in zip(x.placements, found)):
-            raise _elsewhere(argument.name, x, f"{_shown(found)}, as q has {_shown(self)}")
+        placements = self.lies(_letters(argument, x), also)
+        if any(not has.is_replicate() and has != to for has, to in zip(x.placements, placements)):
+            raise _elsewhere(argument.name, x, f"{_shown(placements)}, as q has {_shown(self)}")
         # The gradient of a replicated tensor is the sum over ranks. Over ranks that divide rows,
         # `attention` has summed it already.
         by_part = (
             Partial() if to.is_replicate() and axis in ("B", "H") else to
-            for to, axis in zip(found, self.axes)
+            for to, axis in zip(placements, self.axes)
         )
-        return x.redistribute(placements=found).to_local(grad_placements=tuple(by_part))
+        return x.redistribute(placements=placements).to_local(grad_placements=tuple(by_part))
 
     def _whole(self, name: str, argument: Argument, x: Tensor) -> DTensor:
         """A plain tensor is the same whole on every rank; of seeds, the first rank's is used."""
@@ -130,15 +130,15 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
         o = o._replace(at_head=o.at_head + head, at_item=o.at_item + item)
     outs = _of_rows(own, o, cut) if "M" in cut.axes else dispatcher.call(op, own, o)
     whole = op.outputs(Tensors(*map(_nowhere, t)), o)
-    found = []
+    results = []
     for name, x, y in zip(op.results, outs, whole):
         letters = result_letters(name, o)
         lies = cut.lies(letters, ALSO)
         x = DTensor.from_local(x, cut.mesh, lies, shape=y.shape, stride=y.stride())
         # The incoming gradient may have other placements. redistribute converts it and keeps its
         # grad_fn, which from_local would drop.
-        found.append(x.redistribute(placements=lies))
-    return tuple(found)
+        results.append(x.redistribute(placements=lies))
+    return tuple(results)
 
 
 def _elsewhere(name: str, x: Any, expected: str) -> ValueError:

@@ -37,10 +37,10 @@ class DistributedExplanation:
         >>> from fastattn import distributed
         >>> store = dist.HashStore()  # of a group with one rank; torchrun makes groups of several
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        >>> found = distributed.explain(*torch.randn(3, 1, 4, 16, 8), strategy="ring")
-        >>> found.strategy, found.costs["ring"].sent
+        >>> explanation = distributed.explain(*torch.randn(3, 1, 4, 16, 8), strategy="ring")
+        >>> explanation.strategy, explanation.costs["ring"].sent
         ('ring', 0)
-        >>> found.declined["usp"]
+        >>> explanation.declined["usp"]
         "group: got 1 dimension for strategy='usp', expected a mesh of 2"
         >>> dist.destroy_process_group()
     """
@@ -66,13 +66,13 @@ class DistributedExplanation:
     def _verdict(self, name: str) -> str:
         if name in self.declined:
             return self.declined[name]
-        found, least = self.costs[name], self.costs[cheapest(self.costs)]
-        said = f"{_time(found.seconds)}, sends {_bytes(found.sent)}, memory {_bytes(found.memory)}"
+        cost, least = self.costs[name], self.costs[cheapest(self.costs)]
+        said = f"{_time(cost.seconds)}, sends {_bytes(cost.sent)}, memory {_bytes(cost.memory)}"
         if name == self.strategy:
             return f"{said}: would run"
-        if found is least:
+        if cost is least:
             return f"{said}: takes the least time, but another one was requested"
-        return f"{said}: could run, takes {found.seconds / least.seconds:.2f} times the least"
+        return f"{said}: could run, takes {cost.seconds / least.seconds:.2f} times the least"
 
 
 @opaque_to_dynamo

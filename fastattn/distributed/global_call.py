@@ -41,8 +41,8 @@ class GlobalCall(NamedTuple):
     @property
     def group(self) -> dist.ProcessGroup:
         """The group of a team that has only one."""
-        (found,) = self.team.groups
-        return found
+        (group,) = self.team.groups
+        return group
 
     @property
     def rank(self) -> int:
@@ -86,24 +86,24 @@ def traced(given: Mapping[str, Any], q: Tensor) -> dict[str, Any]:
     Raises:
         TypeError, NotImplementedError, IndexError: As the functions of `score_mods.tracing`.
     """
-    found = dict(given)
+    arguments = dict(given)
     if given["score_mod"] is not None:
         dtype = acc_dtype(q.dtype)
-        found["score_mod"] = trace_score_mod(given["score_mod"], device=q.device, dtype=dtype)
+        arguments["score_mod"] = trace_score_mod(given["score_mod"], device=q.device, dtype=dtype)
     if given["mask_mod"] is not None:
-        found["mask_mod"] = trace_mask_mod(given["mask_mod"], device=q.device)
-    return found
+        arguments["mask_mod"] = trace_mask_mod(given["mask_mod"], device=q.device)
+    return arguments
 
 
 def shared_functions(given: Mapping[str, Any], team: Team) -> dict[str, Any]:
     """The arguments with the captured tensors of traced functions shared: each rank holds them
     whole, and their gradients are summed over ranks."""
-    found = dict(given)
+    arguments = dict(given)
     for name in NO_FUNCTIONS:
         if given[name] is not None:
             tensors = tuple(_shared(team, f"a tensor of {name}", x) for x in given[name].tensors)
-            found[name] = given[name]._replace(tensors=tensors)
-    return found
+            arguments[name] = given[name]._replace(tensors=tensors)
+    return arguments
 
 
 def _shared(team: Team, name: str, x: Tensor) -> Tensor:

@@ -49,14 +49,14 @@ def spans_of(layout: str, sizes: Sequence[int], name: str) -> Spans:
     if layout == CONTIGUOUS:
         ends = [sum(sizes[: r + 1]) for r in range(len(sizes))]
         return tuple(_joined([Span(end - size, end)]) for size, end in zip(sizes, ends))
-    found = spans(layout, sum(sizes), len(sizes))
-    expected = [size_of(x) for x in found]
+    zigzag = spans(layout, sum(sizes), len(sizes))
+    expected = [size_of(x) for x in zigzag]
     if list(sizes) != expected:
         raise ValueError(
             f"{name}: got {list(sizes)} on the ranks, expected {expected}: layout={layout!r} has "
             f"parts as fastattn.distributed.shard(..., layout={layout!r}) cuts them"
         )
-    return found
+    return zigzag
 
 
 def merged(of: Spans) -> tuple[Span, ...]:
@@ -107,13 +107,13 @@ def need_layout(layout: str) -> None:
 
 def _joined(chunks: Sequence[Span]) -> tuple[Span, ...]:
     """The spans with neighbours joined, and without empty ones."""
-    found: list[Span] = []
+    joined: list[Span] = []
     for x in chunks:
-        if found and found[-1].end == x.first:
-            found[-1] = Span(found[-1].first, x.end)
+        if joined and joined[-1].end == x.first:
+            joined[-1] = Span(joined[-1].first, x.end)
         elif x.size:
-            found.append(x)
-    return tuple(found)
+            joined.append(x)
+    return tuple(joined)
 
 
 def part(x: Tensor, own: Sequence[Span], dim: int) -> Tensor:

@@ -167,15 +167,15 @@ def attention_packed(
     given: dict[str, Any] = resolved(arguments, "fastattn.distributed.attention_packed")
     offsets, most = dict(cu_q=cu_q, cu_k=cu_k), dict(max_q=max_q, max_k=max_k)
     how = dict(strategy=strategy, return_lse=return_lse)
-    found = _agreed(q, k, v, team, given, offsets, most, how)
-    rows = layout.spans_of(CONTIGUOUS, [x.rows for x in found], "q.shape[0]")
-    keys = layout.spans_of(CONTIGUOUS, [x.keys for x in found], "k.shape[0]")
+    of_ranks = _agreed(q, k, v, team, given, offsets, most, how)
+    rows = layout.spans_of(CONTIGUOUS, [x.rows for x in of_ranks], "q.shape[0]")
+    keys = layout.spans_of(CONTIGUOUS, [x.keys for x in of_ranks], "k.shape[0]")
     T, S = (sum(map(layout.size_of, of)) for of in (rows, keys))
     for (name, cu), total in zip(offsets.items(), (T, S)):
         end = int(cu[-1])
         need(end == total, name, f"{end} last", f"{total}, the rows of all ranks")
     if given["dropout_p"] and given["seed"] is None:
-        given = given | {"seed": found[0].seed}
+        given = given | {"seed": of_ranks[0].seed}
     given = shared_functions(traced(given, q), team)
     call = GlobalCall(team, rows, keys, given, False, given["place"] or EVERYTHING)
     if strategy == "auto":
@@ -324,31 +324,31 @@ class Piece(NamedTuple):
 def pieces(starts: Sequence[int], own: Span) -> list[Piece]:
     """The pieces of a rank with these rows. A rank without rows has one empty piece, because it
     has gradients, too."""
-    found: list[Piece] = []
+    of_rank: list[Piece] = []
     for b, (begin, stop) in enumerate(itertools.pairwise(starts)):
         rows = Span(max(begin, own.first), min(stop, own.end))
         whole = rows == (begin, stop)
         if rows.size <= 0:
             continue
-        if whole and found and found[-1].whole:
-            found[-1] = found[-1]._replace(end=b + 1, rows=Span(found[-1].rows.first, stop))
+        if whole and of_rank and of_rank[-1].whole:
+            of_rank[-1] = of_rank[-1]._replace(end=b + 1, rows=Span(of_rank[-1].rows.first, stop))
         else:
-            found.append(Piece(b, b + 1, rows, whole))
-    return found or [Piece(0, 0, Span(own.first, own.first), True)]
+            of_rank.append(Piece(b, b + 1, rows, whole))
+    return of_rank or [Piece(0, 0, Span(own.first, own.first), True)]
 
 
 def _of_items(arguments: dict[str, Any], items: slice) -> dict[str, Any]:
     """The arguments of these sequences, cut from those of the whole batch."""
-    found = dict(arguments)
+    cut = dict(arguments)
     for argument in ARGUMENTS.values():
         x = arguments.get(argument.name)
         if not isinstance(x, Tensor):
             continue
         if argument.broadcast:
-            found[argument.name] = _cut(x, -len("BHMN"), items.start, items.stop)
+            cut[argument.name] = _cut(x, -len("BHMN"), items.start, items.stop)
         elif argument.counts_items(x):
-            found[argument.name] = x[items]
-    return found
+            cut[argument.name] = x[items]
+    return cut
 
 
 def _cut(x: Tensor | None, dim: int, first: int, end: int) -> Tensor | None:

@@ -140,21 +140,21 @@ class Ring(Function):
     @staticmethod
     def forward(ctx: Any, way: Any, *tensors: Any) -> Any:
         t = Tensors(*tensors)
-        found: dict[int, PartialResult] = {}
+        partials: dict[int, PartialResult] = {}
 
         def compute(block: KeyBlock, k: Tensor, v: Tensor) -> None:
             at = block.own.start
-            part = way.part(t, k, v, block, at not in found)
+            part = way.part(t, k, v, block, at not in partials)
             new = PartialResult(*run_pass.run(FORWARD, ATTENTION, *part))
-            found[at] = found[at].merged(new) if at in found else new
+            partials[at] = partials[at].merged(new) if at in partials else new
 
         for hop, k, v in _keys(way, t):
             for block in way.blocks(hop):
                 compute(block, k, v)
         for rows, own in held(way.call.rows[way.call.rank] or (Span(0, 0),)):
-            if own.start not in found:
+            if own.start not in partials:
                 compute(nothing(rows, own), t.k, t.given("v"))
-        in_order = [found[at] for at in sorted(found)]
+        in_order = [partials[at] for at in sorted(partials)]
         out = torch.cat([x.out for x in in_order], 2).to(t.q.dtype)
         normaliser = torch.cat([x.normaliser for x in in_order], 3)
         ctx.way = way
@@ -171,8 +171,8 @@ class Ring(Function):
             )
         *tensors, out, normaliser = ctx.saved_tensors
         needs_grad = ATTENTION.needs_grad(ctx.needs_input_grad[1:])
-        found = Backward(ctx.way, Tensors(*tensors), (out, normaliser), grads, needs_grad).run()
-        return None, *spread([found[name] for name in needs_grad], needs_grad)
+        gradients = Backward(ctx.way, Tensors(*tensors), (out, normaliser), grads, needs_grad).run()
+        return None, *spread([gradients[name] for name in needs_grad], needs_grad)
 
 
 def _keys(way: RingCall, t: Tensors) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -251,9 +251,9 @@ class Backward:
         outs = self.outs[0][rows[1]], self.outs[1][rows[0]]
         grads = [x if x is None else x[at] for x, at in zip(self.grads, (rows[1], rows[0]))]
         part = self.way.part(self.t, k, v, block, first)
-        found = run_pass.run(BACKWARD, ATTENTION, *part, (grads, outs), needs_grad)
-        found = dict(zip(needs_grad, found))
-        for name, x in found.items():
+        gradients = run_pass.run(BACKWARD, ATTENTION, *part, (grads, outs), needs_grad)
+        gradients = dict(zip(needs_grad, gradients))
+        for name, x in gradients.items():
             if name in ("k", "v"):
                 moving[name == "v"][:, :, block.of_owner] += x
             elif name == "mask":

@@ -43,15 +43,17 @@ class Heads:
     def arguments(self, differentiable: dict[str, Tensor | None]) -> dict[str, Any]:
         """The arguments for all rows and this rank's heads. differentiable: those that
         `GlobalCall.differentiable` returns."""
-        own, found = slice(self.own.start, self.own.stop), {}
+        own, arguments = slice(self.own.start, self.own.stop), {}
         given = self.call.arguments | differentiable
         for argument in ARGUMENTS.values():
             letters, name = argument.shapes[-1].split(), argument.name
             if name in given and "H" in letters:
                 at = letters.index("H") - len(letters)
                 mask = argument.broadcast and self.call.mask_rows
-                found[name] = self._mask(given[name]) if mask else heads_of(given[name], own, at)
-        return found
+                arguments[name] = (
+                    self._mask(given[name]) if mask else heads_of(given[name], own, at)
+                )
+        return arguments
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All rows of this rank's heads, and all keys and values that these heads read."""

@@ -179,11 +179,13 @@ def _is_plain_inference(layer: nn.Module, src: Any) -> bool:
 
 def _activation(layer: nn.TransformerEncoderLayer) -> Callable[[Tensor], Tensor] | None:
     """ReLU or GELU in place, or None if the layer has another activation."""
-    found = layer.activation
-    if found is F.relu or (type(found) is nn.ReLU and _calls_forward_alone(found)):
+    activation = layer.activation
+    if activation is F.relu or (type(activation) is nn.ReLU and _calls_forward_alone(activation)):
         return F.relu_
-    if found is F.gelu or (
-        type(found) is nn.GELU and found.approximate == "none" and _calls_forward_alone(found)
+    if activation is F.gelu or (
+        type(activation) is nn.GELU
+        and activation.approximate == "none"
+        and _calls_forward_alone(activation)
     ):
         return torch.ops.aten.gelu_
     return None

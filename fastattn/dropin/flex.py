@@ -215,8 +215,10 @@ def _in_kernels(
     call: ModCall, lowered: Lowered, query: Tensor, key: Tensor, value: Tensor, **rest: Any
 ) -> tuple[Tensor, Tensor]:
     """The output and the LSE, by kernels that run the programs."""
-    found = call.structure
-    given = dict(window=found.band, key_lengths=found.key_lengths, alibi_slopes=found.alibi)
+    structure = call.structure
+    given = dict(
+        window=structure.band, key_lengths=structure.key_lengths, alibi_slopes=structure.alibi
+    )
     try:
         return _attend(query, key, value, mod=lowered, **given, **rest)
     except IndexError:

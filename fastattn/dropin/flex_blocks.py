@@ -95,5 +95,7 @@ def _listed(counts: Tensor, indices: Tensor, state: int) -> Tensor:
     listed = torch.arange(columns, device=indices.device) < counts[..., None]
     # Entries past the count go to a column that is dropped.
     places = torch.where(listed, indices, columns).long()
-    found = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)
-    return found.scatter_(-1, places, state)[..., :-1]
+    states = torch.zeros(
+        (*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device
+    )
+    return states.scatter_(-1, places, state)[..., :-1]

@@ -86,8 +86,8 @@ def _search(function: Callable[..., Any]) -> None:
         if not isinstance(names, dict) or module is sys.modules[__name__]:
             continue
         if id(function) in map(id, list(names.values())):  # few modules; the next loop is slower
-            found = [name for name, x in list(names.items()) if x is function]
-            _places.update({(id(names), name): names for name in found})
+            bound = [name for name, x in list(names.items()) if x is function]
+            _places.update({(id(names), name): names for name in bound})
 
 
 def _replace_compiled(call: Callable[[Any], Any] | None) -> None:

@@ -344,8 +344,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         if key_padding_mask is not None:
             appended = (self.bias_k is not None) + self.add_zero_attn  # torch counts them, too
-            found = (key_padding_mask.size(0), key_padding_mask.size(1) + appended)
-            for dim, (size, got) in enumerate(zip((batch, keys + appended), found, strict=True)):
+            sizes = (key_padding_mask.size(0), key_padding_mask.size(1) + appended)
+            for dim, (size, got) in enumerate(zip((batch, keys + appended), sizes, strict=True)):
                 if not holds(got == size):
                     raise AssertionError(
                         f"Expected key_padded_mask.shape[{dim}] to be {size}, but got {got}"

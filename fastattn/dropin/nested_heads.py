@@ -47,12 +47,12 @@ def _jagged(
     causal: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute packed rows: only the weights are padded."""
-    found = {}  # by id: `_project` checks which inputs are one tensor
+    inputs = {}  # by id: `_project` checks which inputs are one tensor
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if id(x) not in found:
+        if id(x) not in inputs:
             of_x = nested.rows_of(name, x)
-            found[id(x)] = of_x, of_x.rows[None]
-    rows, flat = zip(*(found[id(x)] for x in (query, key, value)), strict=True)
+            inputs[id(x)] = of_x, of_x.rows[None]
+    rows, flat = zip(*(inputs[id(x)] for x in (query, key, value)), strict=True)
     module._check_inputs(*flat, seq_first=False)
     projected = module._project(*flat, seq_first=False)
     q, k, v = (

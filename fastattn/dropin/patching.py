@@ -157,15 +157,15 @@ def _take(holder: str) -> None:
     global _active, _buried, _torchs
     with _lock:
         _holders[holder] += 1
-        found = F.scaled_dot_product_attention
+        function = F.scaled_dot_product_attention
         # During a patch, another library's function in our place stays; torch's is replaced again.
-        stays = _active and not isinstance(found, BuiltinFunctionType)
+        stays = _active and not isinstance(function, BuiltinFunctionType)
         if not _active:
             _head_dims.update(_largest_head_dims())
             flex_patching.take()
-        if not stays and not _calls_ours(found):
-            _torchs, _torch.scaled_dot_product_attention = found, _stand_in
-            _script_as(found)
+        if not stays and not _calls_ours(function):
+            _torchs, _torch.scaled_dot_product_attention = function, _stand_in
+            _script_as(function)
         _active, _buried = True, False
 
 
@@ -183,20 +183,20 @@ def _release(holder: str) -> None:
             _buried = True
 
 
-def _calls_ours(found: Any) -> bool:
+def _calls_ours(function: Any) -> bool:
     """Return True if this function ends up calling ours. Then ours may not replace it, because each
     would call the other. A function of another library is tested by a call of the smallest size.
     """
     global _asking, _reached
-    if found is _stand_in:
+    if function is _stand_in:
         return True
-    if not _buried or isinstance(found, BuiltinFunctionType):
+    if not _buried or isinstance(function, BuiltinFunctionType):
         return False
     _asking, _reached = threading.get_ident(), False
     x = torch.zeros(1, 1, 1, 1)
     try:
         with suppress(Exception):  # it may refuse such a call
-            found(x, x, x)
+            function(x, x, x)
         return _reached
     finally:
         _asking = 0
@@ -204,15 +204,15 @@ def _calls_ours(found: Any) -> bool:
 
 def _largest_head_dims() -> dict[str, dict[torch.dtype, int]]:
     """The largest head dims of the fused backends that can run here, by device and dtype."""
-    found: dict[str, dict[torch.dtype, int]] = {}
+    head_dims: dict[str, dict[torch.dtype, int]] = {}
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         for each in map(base.get, base.names()):
             support = each.support
             if device in (support.devices or ()) and not each.unavailable():
                 limits = dict.fromkeys(support.dtypes, support.max_head_dim or sys.maxsize)
-                known = found.setdefault(device, {})
+                known = head_dims.setdefault(device, {})
                 known |= {x: max(limit, known.get(x, 0)) for x, limit in limits.items()}
-    return found
+    return head_dims
 
 
 def _script_as(function) -> None:

@@ -47,11 +47,11 @@ def show(step: Step, computed: Tensor, difference: float) -> None:
     print(f"\n{step.name:<36}{step.note}", *lines, sep="\n")
 
 
-def picture(found: dict[str, Tensor]) -> Any:
+def picture(tensors: dict[str, Tensor]) -> Any:
     """Heat maps of the weights of four kinds of attention, with one colour scale."""
     figure = new_figure(10, 10.4)
     for axis, (name, title) in zip(figure.subplots(2, 2).flat, PANELS.items()):
-        weights = found[name]
+        weights = tensors[name]
         hidden = (weights == 0) & (MASK == 0)
         # Square roots, because all weights would be pale beside the 1 in causal attention's row 0.
         shades = weights.sqrt().masked_fill(hidden, math.nan)
@@ -74,13 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compute and print every step, check its digits, and return the exit status."""
     options = parse(parser("attention_notebook", __doc__ or ""), arguments)
     print(INTRODUCTION)
-    found, differences = {}, {}
+    tensors, differences = {}, {}
     for section, steps in groupby(STEPS, key=lambda step: step.section):
         print(f"\n\n{section}\n{'-' * len(section)}")
         for step in steps:
-            found[step.name] = step.compute()
-            differences[step.name] = step.difference(found[step.name])
-            show(step, found[step.name], differences[step.name])
+            tensors[step.name] = step.compute()
+            differences[step.name] = step.difference(tensors[step.name])
+            show(step, tensors[step.name], differences[step.name])
     print()
     claims = Claims()
     digits = sum(x.isdigit() for step in STEPS if step.name not in KEPT for x in step.printed)
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         all(x <= TOLERANCE for x in draws),
     )
     if options.plot is not None:
-        save(picture(found), options.plot)
+        save(picture(tensors), options.plot)
     return claims.status()
 
 

@@ -135,15 +135,15 @@ def measure() -> Measured:
 def times(measured_at: Callable[[Sequence[Case]], Mapping[Case, float]]) -> dict:
     """The curves of time. If an exponent is not the paper's, its cases are measured again and the
     least time is taken: on a busy machine, cache misses slow some attempts, but hardly all."""
-    found = curves(TIME, measured_at)
+    time_curves = curves(TIME, measured_at)
     for _ in range(ATTEMPTS - 1):
-        again = {x: cases for x, cases in TIME.items() if not is_near(*x, found[x].slope())}
+        again = {x: cases for x, cases in TIME.items() if not is_near(*x, time_curves[x].slope())}
         if not again:
             break
         for key, curve in curves(again, measured_at).items():
-            least = [min(pair) for pair in zip(found[key].values, curve.values)]
-            found[key] = Curve(curve.sizes, least)
-    return found
+            least = [min(pair) for pair in zip(time_curves[key].values, curve.values)]
+            time_curves[key] = Curve(curve.sizes, least)
+    return time_curves
 
 
 def is_near(layer: str, letter: str, power: float) -> bool:
@@ -179,16 +179,16 @@ def product(exponents: Mapping[str, float]) -> str:
     return " ".join(letter + text.removesuffix("^1") for letter, text in texts.items())
 
 
-def prove(found: Measured) -> Claims:
+def prove(costs: Measured) -> Claims:
     """Check the claims of the table against the measurements."""
     claims = Claims()
     for layer in TIMED:
-        paper, powers = TABLE[layer].time, found.powers(layer)
+        paper, powers = TABLE[layer].time, costs.powers(layer)
         near = all(is_near(layer, x, powers[x]) for x in paper)
         claims.prove(f"{layer}: time {product(powers)}, in the paper {product(paper)}", near)
 
-    slopes = {layer: found.memory[layer, "n"].slope() for layer in LAYERS}
-    stored, fused = (found.memory[layer, "n"].values[-1] / 1e6 for layer in (PLAIN, ATTENTION))
+    slopes = {layer: costs.memory[layer, "n"].slope() for layer in LAYERS}
+    stored, fused = (costs.memory[layer, "n"].values[-1] / 1e6 for layer in (PLAIN, ATTENTION))
     claims.prove(
         f"self-attention: memory n^{slopes[ATTENTION]:.2f} fused, linear as the others', n^"
         f"{slopes[PLAIN]:.2f} in plain torch;\n        at n = {MEMORY_SIZES[-1]} that is "
@@ -196,7 +196,7 @@ def prove(found: Measured) -> Claims:
         all(abs(slopes[x] - (2 if x == PLAIN else 1)) < TOLERANCE["n"] for x in LAYERS),
     )
 
-    rises = {layer: found.rises(layer) for layer in LAYERS}
+    rises = {layer: costs.rises(layer) for layer in LAYERS}
     recurrent = rises.pop(RECURRENT)
     claims.prove(
         f"each token adds {recurrent[0]:g} operations in sequence to a recurrent layer, none to "
@@ -206,12 +206,12 @@ def prove(found: Measured) -> Claims:
     claims.prove(
         "longest path: attention 1, recurrence n, restricted attention (n-1)/(r-1),\n"
         "        convolutions (n-1)/(k-1), and the paper's log_k n only if they are dilated",
-        all(found.paths[x] == [TABLE[x].length(case.n) for case in PATHS[x]] for x in TABLE),
+        all(costs.paths[x] == [TABLE[x].length(case.n) for case in PATHS[x]] for x in TABLE),
     )
 
-    by_n, by_d = (found.ratios(letter) for letter in "nd")
+    by_n, by_d = (costs.ratios(letter) for letter in "nd")
     short = [by_n[n] for n in SIZES if n <= D] + [by_d[d] for d in by_d if N <= d]
-    long, equal = by_n[SIZES[-1]], found.meeting()
+    long, equal = by_n[SIZES[-1]], costs.meeting()
     claims.prove(
         f"attention: time of recurrence is at least {1 / max(short):.1f} times as long if n <= d;\n"
         f"        at d = {D} they meet at n = {equal:.0f} = {equal / D:.1f} d, and at n = "
@@ -221,7 +221,7 @@ def prove(found: Measured) -> Claims:
     return claims
 
 
-def table(found: Measured) -> list[tuple[str, ...]]:
+def table(costs: Measured) -> list[tuple[str, ...]]:
     """Two heading rows, then a row for each layer."""
     sizes = ", ".join(str(case.n) for case in PATHS[ATTENTION])
     rows = [
@@ -231,12 +231,12 @@ def table(found: Measured) -> list[tuple[str, ...]]:
     for layer, paper in TABLE.items():
         time, memory, chain = ("", ""), "", ""
         if layer in TIMED:
-            time = f"O({product(paper.time)})", product(found.powers(layer))
+            time = f"O({product(paper.time)})", product(costs.powers(layer))
         if layer in LAYERS:
-            memory = product({"n": found.memory[layer, "n"].slope()})
-            rise, first = found.rises(layer)[0], found.chains[layer][0]
+            memory = product({"n": costs.memory[layer, "n"].slope()})
+            rise, first = costs.rises(layer)[0], costs.chains[layer][0]
             chain = f"{rise:g}n + {first - rise * CHAINS[layer][0].n:g}" if rise else f"{first}"
-        path = ", ".join(map(str, found.paths[layer]))
+        path = ", ".join(map(str, costs.paths[layer]))
         rows.append((layer, *time, memory, paper.sequential, chain, paper.path, path))
     return rows
 
@@ -248,10 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = measure()
+        costs = measure()
     finally:
         torch.set_num_threads(threads)
-    rows = table(found)
+    rows = table(costs)
     widths = [max(map(len, column)) + 2 for column in zip(*rows[1:])]
     for row in rows:
         line = ""
@@ -259,14 +259,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             line = line.ljust(start) + cell
         print(line.rstrip())
     print()
-    claims = prove(found)
+    claims = prove(costs)
     if options.plot:
         panels = [
             Panel(
-                f"Time against length, d = {D}", "n", "ms each", 1e3, found.time, found.meeting()
+                f"Time against length, d = {D}", "n", "ms each", 1e3, costs.time, costs.meeting()
             ),
-            Panel(f"Time against width, n = {N}", "d", "ms each", 1e3, found.time),
-            Panel(f"Memory of training, d = {D}", "n", "MB", 1e-6, found.memory),
+            Panel(f"Time against width, n = {N}", "d", "ms each", 1e3, costs.time),
+            Panel(f"Memory of training, d = {D}", "n", "MB", 1e-6, costs.memory),
         ]
         draw(panels, rows, options.plot)
     return claims.status()

@@ -56,13 +56,13 @@ class ViT(nn.Module):
 
     def attention(self, images: Tensor) -> Tensor:
         """Weights of the class token in each layer, mean over heads: (LAYERS, B, 4, 4)."""
-        x, found = self.tokens(images), []
+        x, maps = self.tokens(images), []
         for layer in self.encoder.layers:
             normed = layer.norm1(x)
             _, weights = layer.self_attn(normed, normed, normed, need_weights=True)
-            found.append(weights[:, 0, 1:].unflatten(1, (SIDE, SIDE)))
+            maps.append(weights[:, 0, 1:].unflatten(1, (SIDE, SIDE)))
             x = layer(x)
-        return torch.stack(found)
+        return torch.stack(maps)
 
 
 class Digits(NamedTuple):
@@ -83,8 +83,8 @@ def load() -> tuple[Digits, Digits]:
     except ImportError:
         why = "the digits come with scikit-learn, which is missing"
         raise SystemExit(f"{why}: pip install scikit-learn") from None
-    found = load_digits()
-    images, labels = torch.from_numpy(found.images).float() / 16, torch.from_numpy(found.target)
+    digits = load_digits()
+    images, labels = torch.from_numpy(digits.images).float() / 16, torch.from_numpy(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     train, test = order[:-TEST], order[-TEST:]
     return Digits(images[train], labels[train]), Digits(images[test], labels[test])

@@ -101,15 +101,15 @@ def results(run: Callable, function: Function, given: Sequence[Tensor]) -> list[
     trained = [] if function.learned is None else [function.learned.requires_grad_()]
     out = run(function, *leaves)
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out.dtype)
-    found = torch.autograd.grad(out, leaves + trained, gradient)
+    gradients = torch.autograd.grad(out, leaves + trained, gradient)
     for x in trained:
         x.requires_grad_(False)
-    return [out.detach(), torch.cat([x.flatten() for x in found[:3]]), *found[3:]]
+    return [out.detach(), torch.cat([x.flatten() for x in gradients[:3]]), *gradients[3:]]
 
 
-def errors(found: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
+def errors(computed: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
     """The norms of the differences, relative to those of the right results."""
-    return [(x.double() - y).norm().item() / y.norm().item() for x, y in zip(found, right)]
+    return [(x.double() - y).norm().item() / y.norm().item() for x, y in zip(computed, right)]
 
 
 def ours(function: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,16 +153,16 @@ def ratio(run: Callable, other: Callable) -> float:
     return sorted(ratios)[ROUNDS // 2]
 
 
-def names(found: Structure) -> str:
+def names(structure: Structure) -> str:
     """What was recognised, as arguments of `attention`."""
     parts = []
-    if found.band is not None:
-        left, right = found.band
+    if structure.band is not None:
+        left, right = structure.band
         parts.append("causal" if left is None and right == 0 else f"window ({left}, {right})")
     for name, value in (
-        ("key_lengths", found.key_lengths),
-        ("softcap", found.softcap),
-        ("alibi_slopes", found.alibi),
+        ("key_lengths", structure.key_lengths),
+        ("softcap", structure.softcap),
+        ("alibi_slopes", structure.alibi),
     ):
         if value is not None:
             parts.append(name)
@@ -263,12 +263,12 @@ def words(bits: list[bool] | None) -> str:
     return "no mask" if bits is None else " ".join("same" if x else "other" for x in bits)
 
 
-def table(found: dict[str, Found]) -> list[str]:
+def table(measured: dict[str, Found]) -> list[str]:
     lines = [
         f"{'function':<19}{'traced':>9}{'values':>8}{'hidden':>9}{'out':>9}{'q, k, v':>9}"
         f"{'table':>9}  {'bits':<10}{'/compiled':>9}{'/dense':>8}{'step':>7}  recognised"
     ]
-    for name, x in found.items():
+    for name, x in measured.items():
         compiled = "-" if x.compiled is None else f"{x.compiled:.2f}"
         of_table = f"{x.error[2]:.1e}" if len(x.error) > 2 else "-"
         lines.append(
@@ -279,27 +279,27 @@ def table(found: dict[str, Found]) -> list[str]:
     return lines
 
 
-def prove(found: dict[str, Found]) -> Claims:
+def prove(measured: dict[str, Found]) -> Claims:
     claims = Claims()
     for what, at in (("output", 0), ("gradients of q, k and v", 1)):
-        worst = max(x.error[at] / x.plain[at] for x in found.values())
+        worst = max(x.error[at] / x.plain[at] for x in measured.values())
         claims.prove(
             f"{what}: the largest error is {worst:.2f} times that of plain float32, at most 2",
             worst <= 2,
         )
-    worst = max(x.error[2] for x in found.values() if len(x.error) > 2)
+    worst = max(x.error[2] for x in measured.values() if len(x.error) > 2)
     claims.prove(
         f"gradients of tables: the largest error is {worst:.1e} of the norm, bound {OF_TABLES}; "
         "they are sums of many numbers that cancel",
         worst <= OF_TABLES,
     )
-    beside = [x.bits for x in found.values() if x.bits is not None]
+    beside = [x.bits for x in measured.values() if x.bits is not None]
     claims.prove(
         f"bits: {sum(map(all, beside))} of {len(beside)} functions that a mask can state have the "
         "bits of that mask, in the output and in the gradients of q, k and v",
         all(map(all, beside)),
     )
-    pairs = [(x.classes, exact_classes(x.seen)) for x in found.values() if x.classes is not None]
+    pairs = [(x.classes, exact_classes(x.seen)) for x in measured.values() if x.classes is not None]
     wrong = sum(int(((c != e) & (c != SOME)).sum()) for c, e in pairs)
     missed = sum(int(((c == SOME) & (e != SOME)).sum()) for c, e in pairs)
     blocks = sum(c.numel() for c, _ in pairs)
@@ -308,7 +308,7 @@ def prove(found: dict[str, Found]) -> Claims:
         f"{missed} without all or none of their pairs being found",
         wrong == 0,
     )
-    slowest = max(x.traced for x in found.values())
+    slowest = max(x.traced for x in measured.values())
     claims.prove(
         f"trace: time of a function at most {slowest:.0f} us, bound {LARGEST_TRACE}",
         slowest <= LARGEST_TRACE,
@@ -316,10 +316,10 @@ def prove(found: dict[str, Found]) -> Claims:
     return claims
 
 
-def draw(found: dict[str, Found], path: Path) -> None:
+def draw(measured: dict[str, Found], path: Path) -> None:
     """Save a picture: for each function what it shows, and what it adds to the first head."""
     figure = new_figure(15, 10.2)
-    for ax, (name, x) in zip(figure.subplots(3, 5).flat, found.items()):
+    for ax, (name, x) in zip(figure.subplots(3, 5).flat, measured.items()):
         n = len(x.seen)
         shown = torch.where(x.seen, torch.zeros(()) if x.added is None else x.added, torch.nan)
         limit = 1.0 if x.added is None else max(1e-3, shown.nan_to_num().abs().max().item())
@@ -363,14 +363,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.compiled and not shutil.which("g++"):
         made.error("--compiled: no g++ was found, which torch's compiler needs on CPUs")
     torch.set_num_threads(1)
-    found = {
+    measured = {
         name: measure(FUNCTIONS[name](options.tokens), options.tokens, options.compiled)
         for name in progress(list(FUNCTIONS), "functions")
     }
-    print("\n".join(table(found)))
-    claims = prove(found)
+    print("\n".join(table(measured)))
+    claims = prove(measured)
     if options.plot is not None:
-        draw(found, options.plot)
+        draw(measured, options.plot)
     return claims.status()
 
 

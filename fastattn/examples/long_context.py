@@ -225,10 +225,10 @@ def errors_by_strategy(length: int, layout: str) -> dict[str, Tensor]:
     for call in calls:
         shared: list[Any] = [call]
         dist.broadcast_object_list(shared)
-        found = {name: shared[0].run(way) for name, way in ways.items()}
+        results = {name: shared[0].run(way) for name, way in ways.items()}
         if call is not None:
             right = call.run(ALONE)
-            for name, each in found.items():
+            for name, each in results.items():
                 pairs = zip(each, right)
                 apart = torch.stack([(x - y).abs().max() / y.abs().max() for x, y in pairs])
                 errors[name] = errors[name].maximum(apart)
@@ -256,8 +256,8 @@ def print_rows(alone: Training, ranks: Sequence[Training], errors: dict[str, Ten
 def prove(
     alone: Training, ranks: Sequence[Training], errors: dict[str, Tensor], claims: Claims
 ) -> None:
-    right, found = (torch.tensor(x.losses, dtype=torch.float64) for x in (alone, ranks[0]))
-    apart = ((found - right) / right).abs().max().item()
+    right, of_ranks = (torch.tensor(x.losses, dtype=torch.float64) for x in (alone, ranks[0]))
+    apart = ((of_ranks - right) / right).abs().max().item()
     claims.prove(
         f"the losses of {len(right)} steps are those of one rank, to {apart:.0e} of each (< 1e-6)",
         apart < 1e-6,

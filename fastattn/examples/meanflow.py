@@ -164,7 +164,7 @@ def sample(model: MeanFlow, count: int) -> Tensor:
     return noise - model(noise, zeros, zeros + 1, ours)
 
 
-def off_curve(found: Tensor) -> Tensor:
+def off_curve(samples: Tensor) -> Tensor:
     """(count,): distance of each sample from the nearest possible curve, averaged over points; it
     is about 1 for noise."""
     angle = torch.arange(POINTS) / POINTS * 2 * torch.pi
@@ -172,7 +172,7 @@ def off_curve(found: Tensor) -> Tensor:
     radii = [1 + 0.35 * torch.cos(n * (angle + turns[:, None])) for n in (3, 5)]
     radius = torch.cat(radii)
     every = torch.stack([radius * angle.cos(), radius * angle.sin()], -1)
-    apart = (found[:, None] - every).norm(dim=-1).mean(-1)
+    apart = (samples[:, None] - every).norm(dim=-1).mean(-1)
     return apart.min(1).values
 
 
@@ -205,8 +205,8 @@ def seconds_of(way: str, points: int) -> float:
     return time.perf_counter() - begun
 
 
-def prove(found: dict[str, Training], start: MeanFlow, claims: Claims) -> dict[str, list[float]]:
-    fused, plain = (found[way] for way in WAYS)
+def prove(trained: dict[str, Training], start: MeanFlow, claims: Claims) -> dict[str, list[float]]:
+    fused, plain = (trained[way] for way in WAYS)
     apart = max(abs(a - b) / b for a, b in zip(fused.losses[:SAME], plain.losses[:SAME]))
     claims.prove(f"the same losses over {SAME} steps, to {apart:.0e} of each", apart < 1e-3)
     ends = [sum(x.losses[-50:]) / 50 for x in (fused, plain)]
@@ -237,10 +237,10 @@ def prove(found: dict[str, Training], start: MeanFlow, claims: Claims) -> dict[s
     return memory
 
 
-def picture(found: dict[str, Training], memory: dict[str, list[float]]) -> Any:
+def picture(trained: dict[str, Training], memory: dict[str, list[float]]) -> Any:
     figure = new_figure(12, 3.8)
     losses, grows, drawn = figure.subplots(1, 3)
-    for (way, training), color in zip(found.items(), ("#0b6e4f", "#d1495b")):
+    for (way, training), color in zip(trained.items(), ("#0b6e4f", "#d1495b")):
         means = torch.tensor(training.losses).unfold(0, 10, 10).mean(1)
         losses.plot(range(10, STEPS + 1, 10), means.tolist(), color=color, label=way)
         grows.plot(LENGTHS, memory[way], color=color, marker="o", label=way)
@@ -249,7 +249,7 @@ def picture(found: dict[str, Training], memory: dict[str, list[float]]) -> Any:
     grows.set_xticks(LENGTHS, map(str, LENGTHS))
     grows.minorticks_off()
     torch.manual_seed(3)
-    for at, curve in enumerate(sample(found["fastattn"].model, 12)):
+    for at, curve in enumerate(sample(trained["fastattn"].model, 12)):
         shifted = curve + torch.tensor([3.0 * (at % 4), 3.0 * (at // 4)])
         drawn.plot(*torch.cat([shifted, shifted[:1]]).T.tolist(), color="#0b6e4f", linewidth=1)
     drawn.set(title="samples, one evaluation each", aspect="equal", xticks=[], yticks=[])
@@ -263,11 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(parser("meanflow", __doc__ or ""), arguments)
     torch.manual_seed(0)
     start = MeanFlow()
-    found = {way: train(start, attention, way) for way, attention in WAYS.items()}
+    trained = {way: train(start, attention, way) for way, attention in WAYS.items()}
     claims = Claims()
-    memory = prove(found, start, claims)
+    memory = prove(trained, start, claims)
     if options.plot:
-        save(picture(found, memory), options.plot)
+        save(picture(trained, memory), options.plot)
     return claims.status()
 
 

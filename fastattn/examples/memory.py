@@ -71,6 +71,6 @@ def _extra_bytes(prepare: Callable[..., Callable[[], Any]], arguments: tuple, wa
     call = prepare(*arguments)
     before = reset_peak()
     kept = call()
-    found = peak_bytes() - before
+    extra = peak_bytes() - before
     del kept
-    return max(0, found)
+    return max(0, extra)

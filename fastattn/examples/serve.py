@@ -182,7 +182,7 @@ def padded(model: LanguageModel, asked: Sequence[Request], slots: int) -> Served
         longest = max(len(x.prompt) for x in batch)
         pads = torch.tensor([longest - len(x.prompt) for x in batch])
         rows = torch.tensor([[0] * (longest - len(x.prompt)) + x.prompt for x in batch])
-        found: list[list[int]] = [[] for _ in batch]
+        written: list[list[int]] = [[] for _ in batch]
         begin = 0
         for _ in range(max(x.answer for x in batch)):
             end = begin + rows.shape[1]
@@ -207,14 +207,14 @@ def padded(model: LanguageModel, asked: Sequence[Request], slots: int) -> Served
                 return out.transpose(1, 2).flatten(0, 1)
 
             logits = model(rows.flatten(), places.flatten(), attend)
-            wanted = [x.answer - len(y) for x, y in zip(batch, found)]
+            wanted = [x.answer - len(y) for x, y in zip(batch, written)]
             busy.append([rows.shape[1]] * len(batch) + [0] * (slots - len(batch)))
             wasted.append([more <= 0 for more in wanted] + [False] * (slots - len(batch)))
             following = likeliest(logits.unflatten(0, rows.shape)[:, -1])
-            for answer, x, more in zip(found, following, wanted):
+            for answer, x, more in zip(written, following, wanted):
                 answer += [x] * (more > 0)
             rows, begin = torch.tensor(following)[:, None], end
-        answers += found
+        answers += written
     return Served(answers, kept.nbytes, busy, wasted)
 
 

@@ -136,7 +136,7 @@ def attention_of(model: nn.Transformer, number: int) -> Tensor:
 
 def prove(model: nn.Transformer, unseen: list[int], claims: Claims) -> None:
     written = translate(model, unseen)
-    right = sum(found == str(n) for found, n in zip(written, unseen)) / len(unseen)
+    right = sum(text == str(n) for text, n in zip(written, unseen)) / len(unseen)
     claims.prove(
         f"exact match on {len(unseen)} numbers never seen: {right:.2%} (> 99%)",
         right > 0.99,

@@ -105,8 +105,8 @@ def _flash_attn_varlen_forward(
         arguments = changed(arguments, key_lengths=seqused_k)
     sizes = max_seqlen_q, max_seqlen_k
     with in_their_names(key_lengths="seqused_k"):
-        found = packed(q, k, v, cu_seqlens_q, where, *sizes, arguments, return_softmax)
-        return _forward(q, *found, rng_state)
+        outputs = packed(q, k, v, cu_seqlens_q, where, *sizes, arguments, return_softmax)
+        return _forward(q, *outputs, rng_state)
 
 
 @torch.no_grad()
@@ -139,8 +139,8 @@ def _flash_attn_backward(
     with in_their_names():
         t, o = prepare(*heads_first, arguments=arguments)
     outs = out.transpose(1, 2), softmax_lse
-    found = _gradients(t, o, outs, dout.transpose(1, 2))
-    _write((dq, dk, dv), [x.transpose(1, 2) for x in found])
+    gradients = _gradients(t, o, outs, dout.transpose(1, 2))
+    _write((dq, dk, dv), [x.transpose(1, 2) for x in gradients])
     return _row_sums(dout, out).transpose(1, 2).contiguous()
 
 
@@ -178,8 +178,8 @@ def _flash_attn_varlen_backward(
     with in_their_names():
         t, o = prepare_packed(q, k, v, *where, arguments)
     outs = out.transpose(0, 1)[None], softmax_lse[None]
-    found = _gradients(t, o, outs, dout.transpose(0, 1)[None])
-    _write((dq, dk, dv), [x[0].transpose(0, 1) for x in found])
+    gradients = _gradients(t, o, outs, dout.transpose(0, 1)[None])
+    _write((dq, dk, dv), [x[0].transpose(0, 1) for x in gradients])
     return _row_sums(dout, out).transpose(0, 1).contiguous()
 
 
@@ -223,8 +223,8 @@ def _gradients(
     return run_pass.run(BACKWARD, ATTENTION, t, o._replace(grad=True), groups, ("q", "k", "v"))
 
 
-def _write(rooms: Sequence[Tensor | None], found: Sequence[Tensor]) -> None:
-    for room, x in zip(rooms, found):
+def _write(rooms: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> None:
+    for room, x in zip(rooms, gradients):
         if room is not None:
             room.copy_(x)
 

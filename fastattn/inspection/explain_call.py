@@ -144,8 +144,8 @@ def _functions(t: Tensors, o: Options, spec: AttentionSpec, given: Mapping[str, 
     said = []
     if given.get("window") is None and (o.left, o.right) != (None, None):
         said.append("causal" if (o.left, o.right) == (None, 0) else f"window {o.left, o.right}")
-    found = dict(key_lengths=t.key_lengths, alibi_slopes=t.alibi_slopes, softcap=o.softcap)
-    said += [name for name, x in found.items() if x is not None and given.get(name) is None]
+    recognised = dict(key_lengths=t.key_lengths, alibi_slopes=t.alibi_slopes, softcap=o.softcap)
+    said += [name for name, x in recognised.items() if x is not None and given.get(name) is None]
     if not spec.score_mod:
         if t.mask is not None and given.get("mask") is None:
             said.append(f"a mask of shape {tuple(t.mask.shape)}")
@@ -161,9 +161,9 @@ def _functions(t: Tensors, o: Options, spec: AttentionSpec, given: Mapping[str, 
 def _by_class(kernels: dict[str, str]) -> str:
     """As in "forward by sm_90, backward by sm_80 (sm_90: head dim 256 is over 128)"."""
     said = []
-    for found in dict.fromkeys(kernels.values()):
-        kind, _, why = found.partition(": ")
-        passes = " and ".join(name for name, x in kernels.items() if x == found)
+    for kernel in dict.fromkeys(kernels.values()):
+        kind, _, why = kernel.partition(": ")
+        passes = " and ".join(name for name, x in kernels.items() if x == kernel)
         said.append(f"{passes} by {kind}" + (f" (sm_90: {why})" if why else ""))
     return ", ".join(said)
 

@@ -53,16 +53,16 @@ def structure(mask: Tensor, M: int, N: int) -> MaskStructure:
         )
     keep = keep[:, 0].expand(items, M, N)
     looked_at = max(1, MOST // max(1, M * N))
-    found = _banded(keep[:looked_at]) or _documents(keep[:looked_at])
-    if found is None:
+    known = _banded(keep[:looked_at]) or _documents(keep[:looked_at])
+    if known is None:
         share = keep[:looked_at].float().mean().item()
         return MaskStructure(f"no structure that is known, {share:.0%} shown")
     rows = mask.shape[-2] if mask.ndim > 1 else 1
-    if rows == 1 and list(found.arguments or ()) == ["mask"]:
-        return MaskStructure(found.what)  # it is small already
+    if rows == 1 and list(known.arguments or ()) == ["mask"]:
+        return MaskStructure(known.what)  # it is small already
     if looked_at < items:
-        return found._replace(what=f"{found.what} (of the first {looked_at} items)", arguments=None)
-    return found
+        return known._replace(what=f"{known.what} (of the first {looked_at} items)", arguments=None)
+    return known
 
 
 def kept(mask: Tensor) -> Tensor | None:
@@ -88,17 +88,17 @@ def _banded(keep: Tensor) -> MaskStructure | None:
     some = keep & ~whole
     keys = torch.where(some.any(-1).any(-1, keepdim=True), some.any(-2), keep.any(-2))
     keys |= keep[:, -1]
-    rows, whole, found, fewest = keep.any(-1), whole[..., 0], None, keep.numel()
+    rows, whole, best, fewest = keep.any(-1), whole[..., 0], None, keep.numel()
     for band, corner, inside in _bands(some):
         expected = inside & keys[:, None]
         sees = expected.any(-1)
         wrong = (expected != keep).any(-1) & rows & (sees | ~whole)
         emptied = int((rows & ~sees).sum())
         if emptied < fewest and not wrong.any():
-            found, fewest = _argument_text(band, corner, keys), emptied
+            best, fewest = _argument_text(band, corner, keys), emptied
         if not fewest:
             break
-    return found and found._replace(taken="rows that see every key are padding" * bool(fewest))
+    return best and best._replace(taken="rows that see every key are padding" * bool(fewest))
 
 
 def _bands(some: Tensor) -> Iterator[tuple[Band, int, Tensor]]:

@@ -157,26 +157,26 @@ def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[ModelTimes]
 
 def _measured(call: CallRecord) -> Measured:
     """Time each way to run a call, and measure its memory, in the state that the call ran in."""
-    found = Measured(call)
+    measured = Measured(call)
     outside = State.of(call.state.device)
     with patching.sdpa(), call.state.entered():
         ways: dict[str, Callable[[], Any]] = {}
         ways["now"] = _differentiated(call, call.run_original, outside)
         if call.not_converted_because:
-            found.ours_runs = f"torch: {call.not_converted_because}"
+            measured.ours_runs = f"torch: {call.not_converted_because}"
         if call.ours is not None:
-            found.ours_runs = _backend(call)
+            measured.ours_runs = _backend(call)
             ways["sdpa"] = _differentiated(call, call.ours, outside)
         if structured := _structured(call):
             ways["shown"] = _differentiated(call, structured, outside)
         for name, way in list(ways.items()):
             try:
-                found.bytes[name] = _peak_bytes(way)
+                measured.bytes[name] = _peak_bytes(way)
             except (RuntimeError, ValueError, TypeError) as error:
-                found.trouble[name] = str(error).partition("\n")[0]
+                measured.trouble[name] = str(error).partition("\n")[0]
                 del ways[name]
-        found.seconds = _seconds(ways)
-    return found
+        measured.seconds = _seconds(ways)
+    return measured
 
 
 def _differentiated(call: CallRecord, way: Callable[[], Any], outside: State) -> Callable[[], Any]:

@@ -171,11 +171,11 @@ class Profile:
             >>> report.lines()
             ['`with fastattn.sdpa():`']
         """
-        found = ["fastattn.convert(model)"] if self.rounds[0].converted else []
+        lines = ["fastattn.convert(model)"] if self.rounds[0].converted else []
         calls = (m.call for m in self.calls)
-        if not found or any(x.function == SDPA and not x.of_multihead for x in calls):
-            found.append("`with fastattn.sdpa():`")
-        return found
+        if not lines or any(x.function == SDPA and not x.of_multihead for x in calls):
+            lines.append("`with fastattn.sdpa():`")
+        return lines
 
     def __str__(self) -> str:
         share = self.attention / self.now

@@ -179,6 +179,6 @@ def _why_not(kind: Any) -> str | None:
             break
         if re.search(_KEEPS, source) and not re.search(_GIVES, source, re.MULTILINE):
             return _PICKS
-        found = (why for sign, why in _ELSE.items() if re.search(sign, source, re.MULTILINE))
-        return next(found, None)
+        reasons = (why for sign, why in _ELSE.items() if re.search(sign, source, re.MULTILINE))
+        return next(reasons, None)
     return "this one computes its own attention and would never call fastattn"

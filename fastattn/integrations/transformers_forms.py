@@ -78,9 +78,9 @@ def refuse_unknown(what: str, given: dict[str, Any], known: frozenset[str]) -> N
 def form(function: Callable) -> str | None:
     """A hash of the names of a function's arguments and of its source, whatever its comments,
     annotations and line breaks; None if it has no source."""
-    if (found := _source(function)) is None:
+    if (parsed := _source(function)) is None:
         return None
-    source, tree = found
+    source, tree = parsed
     body = tree.body[ast.get_docstring(tree) is not None :]
     parameters = inspect.signature(function).parameters.values()
     words = [str(x.replace(annotation=inspect.Parameter.empty)) for x in parameters]
@@ -97,9 +97,9 @@ def form(function: Callable) -> str | None:
 @functools.cache
 def hands_on(function: Callable, method: str, to: str) -> bool:
     """True if what a method returns goes to the function `to` alone, but for reads of shapes."""
-    if (found := _source(function)) is None:
+    if (parsed := _source(function)) is None:
         return False
-    tree = found[1]
+    tree = parsed[1]
     parents = {x: y for y in ast.walk(tree) for x in ast.iter_child_nodes(y)}
     made = [x.targets for x in ast.walk(tree) if isinstance(x, ast.Assign) and _is(x.value, method)]
     targets = [x for y in made for z in y for x in ast.walk(z) if isinstance(x, ast.Name)]

@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 def layers(kind: type) -> list[type]:
     """The attention classes beside a model that have an `expand_kv`. Raises ValueError if it, or
     the `forward` that hands its results to attention, is not of the known form."""
-    found = []
+    classes = []
     for x in vars(sys.modules.get(kind.__module__)).values():
         if not isinstance(x, type) or x.__module__ != kind.__module__ or "expand_kv" not in vars(x):
             continue
@@ -44,8 +44,8 @@ def layers(kind: type) -> list[type]:
             raise transformers_forms.unknown(expand_kv)
         if not transformers_forms.hands_on(x.forward, "expand_kv", "attention_interface"):
             raise transformers_forms.unknown(x.forward)
-        found.append(x)
-    return found
+        classes.append(x)
+    return classes
 
 
 def original_of(layer: Any) -> Callable | None:

@@ -40,13 +40,13 @@ def hooks(name: str) -> list[Hook]:
         return []
     counted = functools.partial(_counted_as_flash, name)
     tables = functools.partial(_on_any_device, name)
-    found: list[Hook] = [
+    hooks: list[Hook] = [
         (continuous_api, "is_flash_attention_requested", counted),
         (cache, "is_flash_attention_requested", counted),
         (initialization, "ensure_decode_fast_path_is_available", tables),
         (model_runner.ModelRunner, "compute_batch", functools.partial(_reaching_us, name)),
     ]
-    return found if all(hasattr(owner, what) for owner, what, _ in found) else []
+    return hooks if all(hasattr(owner, what) for owner, what, _ in hooks) else []
 
 
 def _counted_as_flash(name: str, original: Callable) -> Callable:

@@ -75,7 +75,7 @@ def selected_mask(indices: Tensor, block: int, keys: int, heads: int) -> Tensor:
 def indexers(kind: type) -> list[Any]:
     """The classes beside a model that choose keys by a mask: they get it as `attention_mask`.
     Raises ValueError for one of another form."""
-    found = []
+    classes = []
     for x in vars(sys.modules.get(kind.__module__)).values():
         if not (isinstance(x, type) and x.__name__.endswith("Indexer") and "forward" in vars(x)):
             continue
@@ -83,8 +83,8 @@ def indexers(kind: type) -> list[Any]:
         if transformers_forms.form(forward) not in _FORMS:
             raise transformers_forms.unknown(forward)
         if "attention_mask" in inspect.signature(forward).parameters:
-            found.append(x)
-    return found
+            classes.append(x)
+    return classes
 
 
 def choosing(original: Callable) -> Callable:

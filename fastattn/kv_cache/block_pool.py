@@ -95,8 +95,8 @@ class Pool:
 
     def given(self) -> dict[str, Tensor]:
         """What `attention_packed` reads."""
-        found = dict(k=self.k, v=self.v, k_scale=self.scale("k"), v_scale=self.scale("v"))
-        return {name: x for name, x in found.items() if x is not None}
+        arguments = dict(k=self.k, v=self.v, k_scale=self.scale("k"), v_scale=self.scale("v"))
+        return {name: x for name, x in arguments.items() if x is not None}
 
     @property
     def page(self) -> int:
@@ -123,10 +123,10 @@ class Pool:
                 return {name: quantised_int4(x) for name, x in given.items()}
             both = quantised_int4(torch.stack(list(given.values())))
             return dict(zip(given, both))
-        found = {}
+        stored = {}
         for name, x in given.items():
-            found[name], found[f"{name}_scale"] = quantised(x, self.k.dtype)
-        return found
+            stored[name], stored[f"{name}_scale"] = quantised(x, self.k.dtype)
+        return stored
 
     def claim(
         self, n: int, dropped: Tensor, grow: bool = False, kept: dict[str, Tensor] | None = None

@@ -367,15 +367,15 @@ class KVCache:
         if wrong is not None:  # other arguments that are wrong raise first, on no key
             given["key_lengths"] = torch.zeros_like(given["key_lengths"])
         if not self._is_autocast():
-            found = self._attend(q, cu_q, max_q, given)
+            result = self._attend(q, cu_q, max_q, given)
         else:
             with torch.autocast(self._pool.k.device.type, enabled=False):  # pages must not be cast
                 if "mask" in given:
                     given["mask"] = self._cast(given["mask"])
-                found = self._attend(self._cast(q), cu_q, max_q, given)
+                result = self._attend(self._cast(q), cu_q, max_q, given)
         if wrong is not None:
             raise ValueError(wrong)
-        return found
+        return result
 
     def _is_autocast(self) -> bool:
         return _any_autocast() and torch.is_autocast_enabled(self._pool.k.device.type)
@@ -398,8 +398,8 @@ class KVCache:
             raise TypeError(f"max_q: got {max_q} without cu_q, expected None")
         B, _, M, _ = q.shape
         rows = q.transpose(1, 2).flatten(0, 1)
-        found = self._packed(rows, given | dict(cu_q=self._every(M), max_q=M))
-        return _each(lambda x: x.unflatten(0, (B, M)).transpose(1, 2), found)
+        result = self._packed(rows, given | dict(cu_q=self._every(M), max_q=M))
+        return _each(lambda x: x.unflatten(0, (B, M)).transpose(1, 2), result)
 
     def _packed(self, q: Tensor, given: dict[str, Any]) -> Any:
         if self._pool.offset is None:
@@ -807,19 +807,19 @@ class KVCache:
         return {name: x.flatten(0, 1)[first:end] for name, x in taken.items()}
 
     def _counts(self, name: str, counts: Counts) -> Tensor:
-        found = _whole(name, counts)
-        if found.ndim > 1 or found.numel() not in (1, self.batch):
-            got = tuple(found.shape)
+        numbers = _whole(name, counts)
+        if numbers.ndim > 1 or numbers.numel() not in (1, self.batch):
+            got = tuple(numbers.shape)
             raise ValueError(f"{name}: got shape {got}, expected one number, or ({self.batch},)")
-        found = found.expand(self.batch).clone()
-        wrong = (found < 0) | (found > self._lengths)
+        numbers = numbers.expand(self.batch).clone()
+        wrong = (numbers < 0) | (numbers > self._lengths)
         if wrong.any():
             b = int(wrong.nonzero()[0])
             raise ValueError(
-                f"{name}: got {int(found[b])} keys of item {b}, expected a number in "
+                f"{name}: got {int(numbers[b])} keys of item {b}, expected a number in "
                 f"[0, {int(self._lengths[b])}], its length"
             )
-        return found
+        return numbers
 
 
 def _let_go(pool: Pool, held: list[Tensor]) -> None:
@@ -832,10 +832,10 @@ def _latent(latent: Any, head_dim: int, value_dim: Any) -> int:
         raise ValueError(
             f"latent: got {latent} beside value_dim = {value_dim}, expected one of them"
         )
-    found = _size("latent", latent)
-    if found > head_dim:
-        raise ValueError(f"latent: got {found}, expected at most head_dim = {head_dim}")
-    return found
+    size = _size("latent", latent)
+    if size > head_dim:
+        raise ValueError(f"latent: got {size}, expected at most head_dim = {head_dim}")
+    return size
 
 
 def _need_blocks(**sizes: int) -> None:
@@ -846,22 +846,22 @@ def _need_blocks(**sizes: int) -> None:
 
 
 def _size(name: str, x: Any, least: int = 0) -> int:
-    found = whole(name, x, f"a whole number, {least} or more")
-    if found < least:
-        raise ValueError(f"{name}: got {found}, expected {least} or more")
-    return found
+    size = whole(name, x, f"a whole number, {least} or more")
+    if size < least:
+        raise ValueError(f"{name}: got {size}, expected {least} or more")
+    return size
 
 
 def _whole(name: str, x: Any) -> Tensor:
     """Numbers as int64 on the CPU. Bools, and floats, which would be truncated, raise."""
-    found = x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
-    if found.numel() and found.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: got {found.dtype}, expected whole numbers, int32 or int64")
-    return found.cpu().long()
+    numbers = x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
+    if numbers.numel() and numbers.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: got {numbers.dtype}, expected whole numbers, int32 or int64")
+    return numbers.cpu().long()
 
 
-def _each(f, found):
-    return tuple(f(x) for x in found) if isinstance(found, tuple) else f(found)
+def _each(f, result):
+    return tuple(f(x) for x in result) if isinstance(result, tuple) else f(result)
 
 
 def _offsets(cu: Tensor, batch: int, total: int) -> Tensor:

@@ -36,8 +36,8 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     try:
-        found = ctypes.CDLL(None).madvise
+        madvise = ctypes.CDLL(None).madvise
     except (OSError, AttributeError):
         return None
-    found.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    return found
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return madvise

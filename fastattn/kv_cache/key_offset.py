@@ -121,5 +121,5 @@ def _over_restored_keys(q: Tensor, offset: Tensor, given: dict[str, Any]) -> Any
         block_table=pages.view(table.shape),
         mask=mask.to(exact) if isinstance(mask, Tensor) and mask.dtype == q.dtype else mask,
     )
-    found = attention_packed(q.to(exact), **own)
-    return (found[0].to(q.dtype), found[1]) if given.get("return_lse") else found.to(q.dtype)
+    result = attention_packed(q.to(exact), **own)
+    return (result[0].to(q.dtype), result[1]) if given.get("return_lse") else result.to(q.dtype)

@@ -308,13 +308,13 @@ def record_weights(model: nn.Module) -> Generator[dict[str, Tensor], None, None]
         >>> weights["decoder.layers.0.cross_attn"].shape
         torch.Size([2, 4, 5, 7])
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     attentions = [(name, m) for name, m in model.named_modules() if isinstance(m, CachedAttention)]
     listening: dict[nn.Module, Callable[[Tensor], None]] = {
-        m: partial(found.__setitem__, name) for name, m in attentions
+        m: partial(weights.__setitem__, name) for name, m in attentions
     }
     _recorders.append(listening)
     try:
-        yield found
+        yield weights
     finally:
         _recorders[:] = [other for other in _recorders if other is not listening]

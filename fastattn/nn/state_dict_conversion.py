@@ -240,18 +240,18 @@ def _checked(
     """Convert by `there`; raise if back(there(layer)) differs from the layer."""
     try:
         twin = there(layer)
-        found, made = _parts(layer), _parts(back(twin))
+        parts, made = _parts(layer), _parts(back(twin))
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"module: got a {type(layer).__name__} that was altered ({error}), expected one as its "
             "constructor makes it"
         ) from error
-    differing = [name for name in {**found, **made} if found.get(name) != made.get(name)]
+    differing = [name for name in {**parts, **made} if parts.get(name) != made.get(name)]
     if differing:
         name = differing[0]
         raise ValueError(
             f"module: got a {type(layer).__name__} that was altered: {name or 'the layer'} is "
-            f"{found.get(name, 'none')}, expected {made.get(name, 'none')}, as its constructor "
+            f"{parts.get(name, 'none')}, expected {made.get(name, 'none')}, as its constructor "
             "makes it from its other parts"
         )
     return twin

@@ -83,10 +83,10 @@ def as_sum(program: Program) -> Sum | None:
         else:
             return None
     joined = []
-    for op, kind, found in (("add", "float", terms), ("and", "bool", conditions)):
-        while len(found) > 1:
-            found.append(emit(op, found.pop(), found.pop(), kind=kind))
-        joined.append(found[0] if found else None)
+    for op, kind, operands in (("add", "float", terms), ("and", "bool", conditions)):
+        while len(operands) > 1:
+            operands.append(emit(op, operands.pop(), operands.pop(), kind=kind))
+        joined.append(operands[0] if operands else None)
     whole = Program(tuple(values), program.captured)
     bias, mask = (None if x is None else part(whole, x) for x in joined)
     return Sum(cap if inner is not None else None, bias, mask)
@@ -94,11 +94,11 @@ def as_sum(program: Program) -> Sum | None:
 
 def _dependent(program: Program) -> set[int]:
     """The values that depend on the score."""
-    found: set[int] = set()
+    dependent: set[int] = set()
     for at, value in enumerate(program.values):
-        if value.op == "score" or found.intersection(value.args):
-            found.add(at)
-    return found
+        if value.op == "score" or dependent.intersection(value.args):
+            dependent.add(at)
+    return dependent
 
 
 def conjunction(*programs: Program | None) -> Program | None:

@@ -20,13 +20,13 @@ Ints = dict[int, tuple[int, int]]  # of each captured tensor of whole numbers, b
 
 def extremes(tensors: Mapping[int, Tensor]) -> Ints:
     """The least and the largest element of each tensor of whole numbers. Values are read."""
-    found = {}
+    intervals = {}
     for at, x in tensors.items():
         if x.is_floating_point() or not x.numel():
             continue
         lo, hi = (False, True) if x.dtype == torch.bool else x.detach().aminmax()
-        found[at] = int(lo), int(hi)
-    return found
+        intervals[at] = int(lo), int(hi)
+    return intervals
 
 
 def bounds(program: Program, inputs: dict[str, tuple[int, int]], ints: Ints) -> list[Bounds]:
@@ -39,10 +39,10 @@ def bounds(program: Program, inputs: dict[str, tuple[int, int]], ints: Ints) -> 
         inputs: The first and the last b, h, i and j.
         ints: The bounds of captured tensors of whole numbers.
     """
-    found: list[Bounds] = []
+    intervals: list[Bounds] = []
     for value in program.values:
-        found.append(_bounds(value, [found[x] for x in value.args], inputs, ints))
-    return found
+        intervals.append(_bounds(value, [intervals[x] for x in value.args], inputs, ints))
+    return intervals
 
 
 def _bounds(value: Value, args: list[Bounds], inputs: dict, ints: Ints) -> Bounds:
@@ -62,12 +62,12 @@ def _bounds(value: Value, args: list[Bounds], inputs: dict, ints: Ints) -> Bound
     if rule is None or len(known) < len(args):
         return LIMITED.get(value.op)
     try:
-        found = rule(*known)
+        interval = rule(*known)
     except (OverflowError, ValueError, ZeroDivisionError):
-        found = None
-    if value.op == "to_int" and found is not None:
-        return max(found[0], -MOST_OF_FLOAT), min(found[1], MOST_OF_FLOAT)
-    return LIMITED.get(value.op) if found is None else found
+        interval = None
+    if value.op == "to_int" and interval is not None:
+        return max(interval[0], -MOST_OF_FLOAT), min(interval[1], MOST_OF_FLOAT)
+    return LIMITED.get(value.op) if interval is None else interval
 
 
 def _corners(f: Callable) -> Callable:

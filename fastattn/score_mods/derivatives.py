@@ -59,16 +59,16 @@ class Differentiation:
 
     def by(self, at: int, result: int) -> Derivative:
         """Return the derivative of value `result` by value `at`."""
-        found: list[Move] = [None] * (result + 1)
+        derivatives: list[Move] = [None] * (result + 1)
         for x in range(at, result + 1):
             value = self.values[x]
             if x == at:
-                found[x] = Unselected(self.number(1.0), self.builder.constant(True))
+                derivatives[x] = Unselected(self.number(1.0), self.builder.constant(True))
             elif value.kind == "float" and value.op in RULES:
-                moves = [found[y] for y in value.args]
+                moves = [derivatives[y] for y in value.args]
                 if any(y is not None for y in moves):
-                    found[x] = RULES[value.op](self, x, value.args, moves)
-        return self.selected(found[result])
+                    derivatives[x] = RULES[value.op](self, x, value.args, moves)
+        return self.selected(derivatives[result])
 
     def by_score(self, result: int) -> tuple[Derivative, Derivative]:
         """Return the first and the second derivative of value `result` by the score."""
@@ -84,8 +84,8 @@ class Differentiation:
             for x, value in enumerate(self.values[: result + 1])
             if value.op == "load" and value.kind == "float"
         ]
-        found = [(index, self.by(x, result)) for x, index in loads]
-        return [(index, slope) for index, slope in found if slope is not None]
+        slopes = [(index, self.by(x, result)) for x, index in loads]
+        return [(index, slope) for index, slope in slopes if slope is not None]
 
     def is_one(self, x: Derivative) -> bool:
         return x is not None and self.values[x].number == 1.0

@@ -129,13 +129,13 @@ def _check(x: Tensor, size: int, seen: Tensor | None, name: str, dim: int) -> No
         return
     outside = (x < -size) | (x >= size)
     try:
-        found = bool(outside.any())
-        if found and seen is not None:
+        any_outside = bool(outside.any())
+        if any_outside and seen is not None:
             outside = outside & seen
-            found = bool(outside.any())
+            any_outside = bool(outside.any())
     except RuntimeError:  # under vmap, or of tensors without data: values are not known
         return
-    if found:
+    if any_outside:
         wrong = int(torch.broadcast_to(x, outside.shape)[outside][0])
         raise IndexError(
             f"index {wrong} is out of range for dimension {dim} of size {size} of {name}: "

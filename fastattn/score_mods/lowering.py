@@ -74,14 +74,14 @@ def may_lower(score: Program | None, mask: Program | None, tensors: Sequence[Ten
 def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Captured tensors, one after the other: the floats in this dtype, the others in int64. None
     where there is no number."""
-    found = []
+    flat = []
     for floating, own in ((True, dtype), (False, torch.int64)):
         parts = [x.to(own).reshape(-1) for x in tensors if x.is_floating_point() == floating]
         if known(sum(x.numel() for x in parts) == 0):
-            found.append(None)
+            flat.append(None)
         else:
-            found.append(parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
-    return found[0], found[1]
+            flat.append(parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
+    return flat[0], flat[1]
 
 
 def lower(
@@ -170,10 +170,10 @@ def _union(ranges) -> tuple[int, int]:
 
 def _is_narrow(program: Program, inputs: dict[str, tuple[int, int]], ints: Ints) -> bool:
     """True if each whole number fits in 32 bits."""
-    for value, found in zip(program.values, bounds(program, inputs, ints)):
+    for value, interval in zip(program.values, bounds(program, inputs, ints)):
         if value.kind != "int":
             continue
-        if found is None or found[0] < INT32.start or found[1] >= INT32.stop:
+        if interval is None or interval[0] < INT32.start or interval[1] >= INT32.stop:
             return False
     return True
 
@@ -241,8 +241,8 @@ class _Table(NamedTuple):
             return builder.constant(zeros[value.kind])
         index = builder.constant(self.first[tensor])
         step = 1
-        for x, size, found in reversed(list(zip(args, shape, known))):
-            lo, hi = (-INT32.stop * size, INT32.stop * size) if found is None else found
+        for x, size, interval in reversed(list(zip(args, shape, known))):
+            lo, hi = (-INT32.stop * size, INT32.stop * size) if interval is None else interval
             n = builder.constant(size)
             if lo < -size or hi >= size:
                 low = builder.emit("lt", x, builder.constant(-size))
@@ -271,12 +271,12 @@ class _Outside:
             return
         result = functools.reduce(lambda x, y: builder.emit("or", x, y), self.tests)
         self.tests = []
-        found = builder.program(result, CAPTURED)
+        program = builder.program(result, CAPTURED)
         if self.program is None:
-            self.program = found
+            self.program = program
             return
         first = len(self.program.values)
-        moved = [x._replace(args=tuple(y + first for y in x.args)) for x in found.values]
+        moved = [x._replace(args=tuple(y + first for y in x.args)) for x in program.values]
         both = Value("or", (first - 1, first + len(moved) - 1), "bool")
         self.program = Program((*self.program.values, *moved, both), CAPTURED)
 

@@ -68,16 +68,17 @@ class ModCall(NamedTuple):
         """begin: None if the call is no part of a larger one: then structure is recognised."""
         score, mask, tensors = merge(of_score, of_mask)
         if begin is None and not torch.compiler.is_compiling():
-            found = recognise(score, mask, tensors, sizes, dtype=dtype, documents=False)
+            structure = recognise(score, mask, tensors, sizes, dtype=dtype, documents=False)
         else:
-            found = Structure(score=score, mask=mask)
-        parts: Sum | None = Sum(found.softcap)
-        if found.score is not None and score is not None:
-            found, parts = found._replace(alibi=None), as_sum(score)
-        if found.band is not None and any(x is not None and x < 0 for x in found.band):
-            found = found._replace(band=None, key_lengths=None, mask=mask)  # no window begins there
+            structure = Structure(score=score, mask=mask)
+        parts: Sum | None = Sum(structure.softcap)
+        if structure.score is not None and score is not None:
+            structure, parts = structure._replace(alibi=None), as_sum(score)
+        if structure.band is not None and any(x is not None and x < 0 for x in structure.band):
+            # No window begins there.
+            structure = structure._replace(band=None, key_lengths=None, mask=mask)
         given = sizes, begin or Begin(), dtype, device
-        return cls(score, mask, tensors, parts, found, *given)
+        return cls(score, mask, tensors, parts, structure, *given)
 
     def shown(self) -> Program | None:
         """What the mask_mod shows and a score_mod that is a sum does not hide, as a program."""
@@ -154,9 +155,9 @@ class ModCall(NamedTuple):
 
     def masks(self) -> dict[str, Any]:
         """What the mask_mod amounts to, as arguments."""
-        found, shown = self.structure, self.shown()
+        structure, shown = self.structure, self.shown()
         mask = None if shown is None else self.value(shown)
-        return dict(window=found.band, key_lengths=found.key_lengths, mask=mask)
+        return dict(window=structure.band, key_lengths=structure.key_lengths, mask=mask)
 
     def bias(self, mask: Tensor | None) -> Tensor | None:
         """What the score_mod, which is a sum, adds to scores; with a bool mask, -inf where it is

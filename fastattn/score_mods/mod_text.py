@@ -41,8 +41,8 @@ class ModText(NamedTuple):
         parts = text.split("\n\n")
         if len(parts) != len(cls._fields):
             raise ValueError(f"score_mod: got {len(parts)} programs, expected {len(cls._fields)}")
-        found = cls(*(Program.parse(x) if x else None for x in parts))
-        for program, kind in zip(found, ("float", "bool", "bool")):
+        programs = cls(*(Program.parse(x) if x else None for x in parts))
+        for program, kind in zip(programs, ("float", "bool", "bool")):
             if program is None:
                 continue
             if program.kind != kind:
@@ -52,4 +52,4 @@ class ModText(NamedTuple):
             reads = any(x.op == "score" for x in program.values)
             if reads and kind == "bool":
                 raise ValueError("score_mod: got a mask_mod that reads the score")
-        return found
+        return programs

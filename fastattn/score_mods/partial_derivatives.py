@@ -54,11 +54,13 @@ def _derived(text: str) -> _Derived | None:
     def by(at: int | None, of: Derivative) -> Derivative:
         return None if at is None or of is None else d.by(at, of)
 
-    found = [at for at, x in enumerate(program.values) if x.op == "load" and x.kind == "float"]
+    floats = [at for at, x in enumerate(program.values) if x.op == "load" and x.kind == "float"]
     slope, bend = d.by_score(result)
-    slopes = [by(at, result) for at in found]
-    loads = tuple(Load(program.values[at].args[0], x, by(score, x)) for at, x in zip(found, slopes))
-    by_two = tuple(tuple(by(at, x) for at in found) for x in slopes)
+    slopes = [by(at, result) for at in floats]
+    loads = tuple(
+        Load(program.values[at].args[0], x, by(score, x)) for at, x in zip(floats, slopes)
+    )
+    by_two = tuple(tuple(by(at, x) for at in floats) for x in slopes)
     whole = Program(tuple(d.values), program.captured)
     return _Derived(whole, result, slope, bend, loads, by_two)
 
@@ -114,27 +116,27 @@ class ScoreModAt:
 
     def gradient(self, g: Tensor) -> Tensor:
         """c_g."""
-        found = torch.zeros_like(self.captured[0])
+        gradient = torch.zeros_like(self.captured[0])
         for load in self.derived.loads:
-            self._add(found, load, g, self._at(load.slope))
-        return found
+            self._add(gradient, load, g, self._at(load.slope))
+        return gradient
 
     def gradient_tangent(
         self, g: Tensor, g_t: Tensor, products_t: Tensor, floats_t: Tensor | None
     ) -> Tensor:
-        found = self.gradient(g_t)
+        tangent = self.gradient(g_t)
         for load, by_load in zip(self.derived.loads, self.derived.by_two):
             moved = products_t * self._at(load.mixed)
             if floats_t is not None:
                 for other, x in zip(self.derived.loads, by_load):
                     moved = moved + self._at(x) * floats_t[self._place(other)]
-            self._add(found, load, g, moved)
-        return found
+            self._add(tangent, load, g, moved)
+        return tangent
 
     def _place(self, load: Load) -> Tensor:
         return self.values[load.index].clamp(0, max(self.captured[0].numel() - 1, 0))
 
-    def _add(self, found: Tensor, load: Load, g: Tensor, slope: Tensor | float) -> None:
+    def _add(self, total: Tensor, load: Load, g: Tensor, slope: Tensor | float) -> None:
         x = torch.where(g == 0, 0.0, g * slope)  # a hidden score may have no derivative
         at = self._place(load).expand(self.shape).reshape(-1)
-        found.index_add_(0, at, x.expand(self.shape).reshape(-1))
+        total.index_add_(0, at, x.expand(self.shape).reshape(-1))

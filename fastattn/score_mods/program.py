@@ -219,13 +219,13 @@ _NEUTRAL = {("and", True), ("or", False), ("xor", False), ("add", 0), ("sub", 0)
 
 def needed(values: Sequence[Value], *results: int) -> list[int]:
     """The numbers of the values that these results need, themselves too, in order."""
-    found, todo = set(), [*results]
+    reached, todo = set(), [*results]
     while todo:
         at = todo.pop()
-        if at not in found:
-            found.add(at)
+        if at not in reached:
+            reached.add(at)
             todo.extend(values[at].args)
-    return sorted(found)
+    return sorted(reached)
 
 
 def part(program: Program, at: int) -> Program:

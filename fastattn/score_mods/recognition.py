@@ -81,12 +81,12 @@ def recognise(
     band, lengths, offsets, rest = (None, None, None, None)
     if mask is not None:
         band, lengths, offsets, rest = _of_mask(mask, tensors, shape, dtype, documents)
-    found = Structure(band, lengths, offsets, mask=rest)
+    structure = Structure(band, lengths, offsets, mask=rest)
     if score is not None:
         edge = band[1] if band else None
         causal = causal or (edge is not None and edge <= 0)
-        found = _of_score(found, score, tensors, shape, dtype, causal, cap, slopes)
-    return found
+        structure = _of_score(structure, score, tensors, shape, dtype, causal, cap, slopes)
+    return structure
 
 
 def inputs_of(program: Program) -> set[str]:
@@ -133,9 +133,9 @@ def _of_mask(mask: Program, tensors, shape: Shape, dtype, look_for_documents: bo
         if _always(mask, at):
             continue
         if reads <= {"b", "j"}:
-            found = _lengths(leaf, tensors, shape, dtype)
-            if found is not None:
-                lengths = found if lengths is None else torch.minimum(lengths, found)
+            of_leaf = _lengths(leaf, tensors, shape, dtype)
+            if of_leaf is not None:
+                lengths = of_leaf if lengths is None else torch.minimum(lengths, of_leaf)
                 continue
         if look_for_documents and documents is None and reads <= {"b", "i", "j"}:
             documents = _documents(mask, at, tensors, shape, dtype)
@@ -150,15 +150,15 @@ def _of_mask(mask: Program, tensors, shape: Shape, dtype, look_for_documents: bo
 
 def _conjuncts(program: Program) -> list[int]:
     """The values of which the result is the conjunction, in order."""
-    found, todo = [], [len(program.values) - 1]
+    conjuncts, todo = [], [len(program.values) - 1]
     while todo:
         at = todo.pop()
         value = program.values[at]
         if value.op == "and":
             todo.extend(reversed(value.args))
-        elif at not in found:
-            found.append(at)
-    return found
+        elif at not in conjuncts:
+            conjuncts.append(at)
+    return conjuncts
 
 
 def _conjunction(program: Program, leaves: list[int]) -> Program | None:
@@ -258,7 +258,7 @@ def _documents(program: Program, at: int, tensors, shape: Shape, dtype) -> Tenso
     return torch.cat([ends[0], starts, ends[1]])
 
 
-def _of_score(found, score, tensors, shape, dtype, causal, cap, slopes) -> Structure:
+def _of_score(structure, score, tensors, shape, dtype, causal, cap, slopes) -> Structure:
     at = len(score.values) - 1
     value = score.values[at]
     if slopes and value.op in ("add", "sub"):
@@ -269,15 +269,15 @@ def _of_score(found, score, tensors, shape, dtype, causal, cap, slopes) -> Struc
             alibi = _slopes(score, bias, tensors, shape, dtype, causal)
             if alibi is not None:
                 alibi = -alibi if value.op == "add" else alibi
-                found, at = found._replace(alibi=alibi), x
+                structure, at = structure._replace(alibi=alibi), x
                 break
     if cap:
         inner, number = cap_at(score, at)
         if inner is not None:
-            found, at = found._replace(softcap=number), inner
+            structure, at = structure._replace(softcap=number), inner
     if score.values[at].op != "score":
-        found = found._replace(score=part(score, at))
-    return found
+        structure = structure._replace(score=part(score, at))
+    return structure
 
 
 def _slopes(program: Program, at: int, tensors, shape, dtype, causal: bool) -> Tensor | None:

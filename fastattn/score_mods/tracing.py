@@ -68,11 +68,11 @@ class Mod:
         score = _takes(fn, SCORE_MOD)
         self._name = "score_mod" if score else "mask_mod"
         tracer = trace_score_mod if score else trace_mask_mod
-        found = tracer(fn)
-        if found.tensors and found.tensors[0].device.type != "cpu":
-            found = tracer(fn, device=found.tensors[0].device)
+        traced = tracer(fn)
+        if traced.tensors and traced.tensors[0].device.type != "cpu":
+            traced = tracer(fn, device=traced.tensors[0].device)
         # As text: compiled code may take the numbers of an object for symbols.
-        self._text, self._tensors = found.program.text(), found.tensors
+        self._text, self._tensors = traced.program.text(), traced.tensors
 
     def __call__(self, *args: Any) -> Any:
         """Call the function."""

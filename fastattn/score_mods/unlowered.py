@@ -50,13 +50,13 @@ class Unlowered(NamedTuple):
         *texts, last = text.split("\n\n")
         if len(texts) != 2 or last != MARK:
             raise ValueError(f"score_mod: got {len(texts)} programs before {last!r}, expected 2")
-        found = cls(*(Program.parse(x) if x else None for x in texts))
-        for program, kind in zip(found, ("float", "bool")):
+        programs = cls(*(Program.parse(x) if x else None for x in texts))
+        for program, kind in zip(programs, ("float", "bool")):
             if program is not None and program.kind != kind:
                 raise ValueError(f"score_mod: got a result of {program.kind}, expected {kind}")
-        if len({x.captured for x in found if x is not None}) > 1:
+        if len({x.captured for x in programs if x is not None}) > 1:
             raise ValueError("score_mod: got two programs that capture different tensors")
-        return found
+        return programs
 
     def captured(
         self, floats: Tensor | None, ints: Tensor | None, sizes: Sequence[int]
@@ -66,7 +66,7 @@ class Unlowered(NamedTuple):
         sizes: of each tensor in each of its dimensions.
         """
         rest = {"float": floats, "int": ints}
-        found, todo = [], list(sizes)
+        tensors, todo = [], list(sizes)
         for kind, dims in next((x.captured for x in self if x is not None), ()):
             shape, todo = todo[:dims], todo[dims:]
             of = "float" if kind == "float" else "int"
@@ -76,8 +76,8 @@ class Unlowered(NamedTuple):
             if source is None or source.shape[0] < n or len(shape) != dims:
                 raise ValueError(f"captured_sizes: got {list(sizes)}, expected those of {kind}s")
             own, rest[of] = source[:n].view(shape), source[n:]
-            found.append(own != 0 if kind == "bool" else own)
-        return found
+            tensors.append(own != 0 if kind == "bool" else own)
+        return tensors
 
 
 def is_unlowered(text: str) -> bool:
@@ -113,13 +113,13 @@ def lowered_call(t: Tensors, o: Options, known: bool = True) -> tuple[Tensors, O
     B, M, N = counts(t, o)
     sizes = Shape(B, t.q.shape[1], M, N) if known else ANY_SIZE
     about = sizes, acc_dtype(t.q.dtype), Begin.of(o), t.q.device if known else NO_VALUES
-    found = lower(given.score, given.mask, tensors, *about, flat=flat)
-    if found is None:
+    lowered = lower(given.score, given.mask, tensors, *about, flat=flat)
+    if lowered is None:
         raise NotImplementedError(
             "score_mod, mask_mod: whole numbers may need more than 32 bits in compiled code, "
             "expected fewer beside float32: call fastattn outside of compiled code, or give "
             "float64 tensors"
         )
-    return t._replace(mask_blocks=found.blocks), o._replace(
-        score_mod=found.text, captured_sizes=None
+    return t._replace(mask_blocks=lowered.blocks), o._replace(
+        score_mod=lowered.text, captured_sizes=None
     )

@@ -83,7 +83,7 @@ def top_blocks(
         wide = torch.promote_types(q.dtype, torch.float32)
         means = _means(k.to(wide), block, key_lengths)
         seen = seen_keys(B, M, N, key_lengths, align, q.device)
-        found = []
+        chosen = []
         step = max(1, ROOM // max(1, B * H * means.shape[2]))
         for i in range(0, M, step):
             rows = q[:, :, i : i + step].to(wide).unflatten(1, (Hk, H // max(Hk, 1)))
@@ -92,9 +92,9 @@ def top_blocks(
             scores = _hide(scores, here, block, bool(align))
             if shared:
                 scores = _of_group(scores, q.shape[3]).unsqueeze(2)
-            found.append(highest(scores.flatten(1, 2), count))
-        if found:
-            return torch.cat(found, 2)
+            chosen.append(highest(scores.flatten(1, 2), count))
+        if chosen:
+            return torch.cat(chosen, 2)
         return q.new_empty((B, Hk if shared else H, 0, count), dtype=torch.int32)
 
 

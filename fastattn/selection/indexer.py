@@ -232,8 +232,8 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     for b, here in _parts(q, indices):
         _, _, s = _products(q, k, indices, b, here)
         w = weights[b, :, here].to(exact).mT
-        found = (torch.relu(s) * w[..., None]).sum(1)
-        scores[b, here] = found.masked_fill(indices[b, here] < 0, -torch.inf)
+        sums = (torch.relu(s) * w[..., None]).sum(1)
+        scores[b, here] = sums.masked_fill(indices[b, here] < 0, -torch.inf)
     return scores
 
 

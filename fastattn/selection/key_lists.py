@@ -39,10 +39,10 @@ def key_lists(
         _check(indices, blocks, keys, block)
     seen = seen_keys(B, M, keys, lengths, causal, indices.device)[:, None, :]
     # `blocks` is no block and sorts last.
-    found = torch.where((indices < 0) | (indices > blocks), blocks, indices)
-    found = _sorted_once(found, blocks)[..., : min(S, blocks)].to(torch.int64)
-    inside = (seen[..., None] - found * block).clamp(0, block)
-    return found.masked_fill(found == blocks, 0), inside.masked_fill(found == blocks, 0).sum(-1)
+    lists = torch.where((indices < 0) | (indices > blocks), blocks, indices)
+    lists = _sorted_once(lists, blocks)[..., : min(S, blocks)].to(torch.int64)
+    inside = (seen[..., None] - lists * block).clamp(0, block)
+    return lists.masked_fill(lists == blocks, 0), inside.masked_fill(lists == blocks, 0).sum(-1)
 
 
 @key_lists.register_fake

@@ -123,15 +123,15 @@ class Cpu(Launcher):
 def _with_code(like: Prepared) -> bytes:
     """FaCall without tensors, with the code of the score_mod. The spec keeps the code."""
     spec = like.spec
-    found = spec.launcher_cache.get("with_code")
-    if found is None:
+    entry = spec.launcher_cache.get("with_code")
+    if entry is None:
         operators = libraries.cpu().score_mod_ops
         code = encode(spec.score_mod, spec.floats, spec.ints, operators)
         at, end = libraries.offset("code"), libraries.offset("code") + 8
         address = libraries.POINTER.pack(code.buffer_info()[0])
         form = like.form[:at] + address + like.form[end:]
-        found = spec.launcher_cache["with_code"] = form, code
-    return found[0]
+        entry = spec.launcher_cache["with_code"] = form, code
+    return entry[0]
 
 
 register(Cpu())

@@ -111,7 +111,7 @@ class Cuda(Launcher):
     def kernels(
         self, spec: AttentionSpec, device: torch.device, t: Tensors | None = None
     ) -> dict[str, str]:
-        chip, found = gpu.architecture(device), {}
+        chip, kernels = gpu.architecture(device), {}
         for name in passes_of(spec):
             which = PASSES[name]
             params = imagined(spec, which)
@@ -120,11 +120,11 @@ class Cuda(Launcher):
                 read_in_place = Tensors(t.q, t.k, t.v, t.mask)
                 rest = (None,) * len(AFTER[which])
                 params = pack(params, PLACES[which], (*read_in_place, *rest), 0)
-            found[name] = self.library.kernels(params, which, chip).decode()
+            kernels[name] = self.library.kernels(params, which, chip).decode()
         if setting("FASTATTN_SM90") == "off":
             off = "sm_80: FASTATTN_SM90 is off"
-            found = {name: off if x == "sm_90" else x for name, x in found.items()}
-        return found
+            kernels = {name: off if x == "sm_90" else x for name, x in kernels.items()}
+        return kernels
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
         return self.library.workspace(params, which, *self.chip(t.q))

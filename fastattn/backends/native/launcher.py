@@ -74,8 +74,8 @@ class Launcher:
         if dout is None:
             dout = t.q.new_zeros(()).expand(out.shape)
         if spec.packed and "mask" in needs_grad and _copies(spec, t.given("mask")) > ROOM:
-            found = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, needs_grad)
-            return in_grad_order(spec, found, t)
+            gradients = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, needs_grad)
+            return in_grad_order(spec, gradients, t)
         grads = self._gradients(spec, t, needs_grad)
         given = (out, normaliser, dout, dlse)
         self._launch(
@@ -138,8 +138,8 @@ class Launcher:
             dout = outs[0].new_zeros(()).expand(outs[0].shape)
         if spec.packed and "mask" in needs_grad and _copies(spec, t.given("mask")) > ROOM:
             given = (dout, dlse, dout_t, dlse_t)
-            found = second_in_turn(self, spec, t, tangents, outs, given, needs_grad)
-            return in_grad_order(spec, found, t)
+            gradients = second_in_turn(self, spec, t, tangents, outs, given, needs_grad)
+            return in_grad_order(spec, gradients, t)
         grads = self._gradients(spec, t, needs_grad)
         given = (*outs, *_tangents(spec, tangents), dout, dlse, dout_t, dlse_t)
         self._launch(libraries.SECOND, prepared(spec), t, (*given, *map(grads.get, DIFFERENTIABLE)))
@@ -197,10 +197,10 @@ BRIEF = 1 << 18  # steps of about ten microseconds in all, the cost of releasing
 
 
 def prepared(spec: AttentionSpec) -> Prepared:
-    found = spec.launcher_cache.get("prepared")
-    if found is None:
-        found = spec.launcher_cache["prepared"] = _prepare(spec)
-    return found
+    shared = spec.launcher_cache.get("prepared")
+    if shared is None:
+        shared = spec.launcher_cache["prepared"] = _prepare(spec)
+    return shared
 
 
 def _prepare(spec: AttentionSpec) -> Prepared:
@@ -266,12 +266,12 @@ def _by_sequence(spec: AttentionSpec, name: str, x: Tensor) -> tuple[int, ...]:
 
 def in_grad_order(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dict[str, Tensor]:
     """Gradients in the dtypes of their tensors, and those of q, k and v in `grad_order`."""
-    found = {}
+    ordered = {}
     for name, grad in grads.items():
         grad = grad.to(spec.stored(t.given(name).dtype))
         strided = ARGUMENTS[name].passed_as == "strided"
-        found[name] = in_order(grad, spec.grad_order) if strided else grad
-    return found
+        ordered[name] = in_order(grad, spec.grad_order) if strided else grad
+    return ordered
 
 
 def _as_inputs(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dict[str, Tensor]:

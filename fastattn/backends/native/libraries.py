@@ -129,16 +129,16 @@ class Library:
         self.path, self.dll = path, ctypes.CDLL(str(path))
 
     def entry(self, name: str, result: Any, *arguments: Any, dll: ctypes.CDLL | None = None) -> Any:
-        found = getattr(dll or self.dll, name)
-        found.restype, found.argtypes = result, arguments
-        return found
+        function = getattr(dll or self.dll, name)
+        function.restype, function.argtypes = result, arguments
+        return function
 
     def check_abi(self, fields: str, head_dim: str, expected_head_dim: int) -> None:
         """Check these two entries before others are looked up: another version may lack some."""
-        found = self.entry(fields, ctypes.c_char_p)().decode()
-        self._same("the fields of FaParams are", found, FIELDS)
-        found = self.entry(head_dim, ctypes.c_int64)()
-        self._same("the largest head dim is", found, expected_head_dim)
+        got = self.entry(fields, ctypes.c_char_p)().decode()
+        self._same("the fields of FaParams are", got, FIELDS)
+        got = self.entry(head_dim, ctypes.c_int64)()
+        self._same("the largest head dim is", got, expected_head_dim)
 
     def _same(self, what: str, got: object, expected: object) -> None:
         if got != expected:
@@ -312,14 +312,14 @@ def _load_extension() -> ModuleType | str:
     return module
 
 
-def _reason(found: Library | ModuleType | str) -> str | None:
-    return found if isinstance(found, str) else None
+def _reason(loaded: Library | ModuleType | str) -> str | None:
+    return loaded if isinstance(loaded, str) else None
 
 
-def _required(found: Loaded | str) -> Loaded:
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+def _required(loaded: Loaded | str) -> Loaded:
+    if isinstance(loaded, str):
+        raise RuntimeError(loaded)
+    return loaded
 
 
 def cpu_unavailable() -> str | None:
@@ -339,8 +339,8 @@ def extension_unavailable() -> str | None:
 
 def extension() -> ModuleType | None:
     """The functions of marshalling.py in C++, or None if they cannot be loaded."""
-    found = _load_extension()
-    return None if isinstance(found, str) else found
+    module = _load_extension()
+    return None if isinstance(module, str) else module
 
 
 @functools.cache
@@ -382,11 +382,11 @@ def cpu_unit(spec: AttentionSpec) -> str:
 def cpu_units() -> dict[str, dict[str, str]]:
     """For each dtype, the instruction set for a call of many rows, and of one row on many keys."""
     sizes: dict[str, Any] = dict(B=1, H=1, Hk=1, N=4096, D=64, Dv=64, device="cpu", scale=1.0)
-    found = {}
+    units = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         many, one = (AttentionSpec(M=m, dtype=dtype, **sizes) for m in (4096, 1))
-        found[str(dtype)[6:]] = {"many rows": cpu_unit(many), "one row": cpu_unit(one)}
-    return found
+        units[str(dtype)[6:]] = {"many rows": cpu_unit(many), "one row": cpu_unit(one)}
+    return units
 
 
 def select_cpu_isa(name: str, decoding: str | None = None) -> None:

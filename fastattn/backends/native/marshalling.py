@@ -90,20 +90,20 @@ def _field(field: str, passed_as: str) -> bytes:
 def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
     """plan key: an entry for each tensor, in order, so that the kind of more tensors begins with
     the kind of the first ones. None if a tensor is not plain memory."""
-    found: list[Any] = []
+    entries: list[Any] = []
     for x in tensors:
         if x is None:
-            found.append(None)
+            entries.append(None)
             continue
         if type(x) not in PLAIN or x.is_neg():
             return None
         try:
             if not x.data_ptr() and (x.is_meta or x.numel()):  # meta, or an _efficientzerotensor
                 return None
-            found.append((x.shape, x.dtype, x.device))
+            entries.append((x.shape, x.dtype, x.device))
         except RuntimeError:  # it has no storage, or no shape
             return None
-    return tuple(found)
+    return tuple(entries)
 
 
 @functools.cache
@@ -144,15 +144,15 @@ def _launch(
 
 
 def _specialization_key(args: tuple) -> SpecializationKey:
-    found: list[Any] = []
+    key: list[Any] = []
     for x in args:
         if isinstance(x, tuple):  # (tensor, its strides)
             x = x[0]
         if isinstance(x, Tensor):
-            found += x.dtype, x.stride(), x.data_ptr() % 16
+            key += x.dtype, x.stride(), x.data_ptr() % 16
         else:  # a number, or None
-            found.append(x)
-    return tuple(found)
+            key.append(x)
+    return tuple(key)
 
 
 extension: Any = libraries.extension()
@@ -172,7 +172,7 @@ _fast_specialization_key = getattr(extension, "specialization_key", _specializat
 
 def specialization_key(args: tuple[Any, ...]) -> SpecializationKey:
     """args: tensors, tuples that begin with a tensor, numbers and None."""
-    found = _fast_specialization_key(args)
-    if found is None:  # for example meta tensors, as in make aot
+    key = _fast_specialization_key(args)
+    if key is None:  # for example meta tensors, as in make aot
         return _specialization_key(args)
-    return found
+    return key

@@ -175,8 +175,8 @@ class _Code:
         first = (0, FIRST, FIRST + self.slots[CONSTANT])  # the number of the first slot of a kind
         slots = sum(self.slots)
         words = array("q", [first[VARYING], slots, *header])
-        for found in lists:
-            words.extend(found)
+        for positions in lists:
+            words.extend(positions)
         for op, operands, number in self.instructions:
             words.append(op)
             for kind, at, of in operands:
@@ -195,15 +195,15 @@ def _result_last(values: Sequence[Value], kept: list[int], outputs: Sequence[tup
 
 def _direct(values, kept, outputs, classes) -> dict[int, int]:
     """The values that are computed right in the tile that they are for, with the tile."""
-    found: dict[int, int] = {}
+    tiles: dict[int, int] = {}
     for op, tile, *of in outputs:
         x = of[0]
-        fits = op == "copy" and x in kept and x not in found
+        fits = op == "copy" and x in kept and x not in tiles
         fits = fits and classes[x] == TILE and values[x].op != "score"
         # The scores are read until the last value is computed.
         if fits and (tile != SCORE or x == kept[-1]):
-            found[x] = tile
-    return found
+            tiles[x] = tile
+    return tiles
 
 
 def _bits(number) -> int:
@@ -212,10 +212,10 @@ def _bits(number) -> int:
 
 def _classes(values: Sequence[Value], kept: Sequence[int]) -> dict[int, int]:
     own = {"score": TILE, "i": ROW, "j": KEY}
-    found: dict[int, int] = {}
+    classes: dict[int, int] = {}
     for x in kept:
         of = own.get(values[x].op, UNIFORM)
         for y in values[x].args:
-            of |= found[y]  # ROW | KEY is TILE
-        found[x] = of
-    return found
+            of |= classes[y]  # ROW | KEY is TILE
+        classes[x] = of
+    return classes

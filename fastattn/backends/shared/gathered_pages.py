@@ -61,11 +61,11 @@ def backward_of_pages(
         end = min(b + step, spec.B)
         here = _rows_of(spec, t, b, end)
         at = _pages_of(spec, t, b, end)
-        found = _of_sequences(backend, spec, t, _of(rows, here), b, end, at, wanted)
+        part_grads = _of_sequences(backend, spec, t, _of(rows, here), b, end, at, wanted)
         if "q" in grads:
-            grads["q"][:, :, here] = found["q"]
+            grads["q"][:, :, here] = part_grads["q"]
         for name, page in pages.items():
-            grad = found[name].squeeze(0).transpose(0, 1).unflatten(0, (-1, spec.page))
+            grad = part_grads[name].squeeze(0).transpose(0, 1).unflatten(0, (-1, spec.page))
             page.index_put_((at.flatten(),), grad, accumulate=True)  # torch's sums have an order
     grads |= {name: x.transpose(1, 2) for name, x in pages.items()}
     if "sinks" in needs_grad:
@@ -150,10 +150,10 @@ def _of_sequences(
         **dict(q=rows.q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, key_lengths=lengths),
         **dict(block_table=None, sinks=None),
     )
-    found = backend.backward(part, own, rows.out, rows.normaliser, rows.dout, rows.dlse, wanted)
+    grads = backend.backward(part, own, rows.out, rows.normaliser, rows.dout, rows.dlse, wanted)
     if folds and "q" in wanted:
-        found["q"] = found["q"].unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)
-    return found
+        grads["q"] = grads["q"].unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)
+    return grads
 
 
 def _folded(rows: Rows, group: int) -> Rows:

@@ -59,11 +59,11 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
         rows = starts[b]
         if ends is not None:
             keys = ends[b]
-            found = [None if x is None else x[:, :, keys] for x in kept]
+            parts = [None if x is None else x[:, :, keys] for x in kept]
         else:
             keys = slice(0, int(t.given("key_lengths")[b]))
-            found = [None if x is None else gathered(x, t, b, keys.stop) for x in kept]
-        k, v, *scales = found
+            parts = [None if x is None else gathered(x, t, b, keys.stop) for x in kept]
+        k, v, *scales = parts
         k, v = (dequantised(x, by, t.q.dtype) for x, by in zip((k, v), scales))
         M, N = rows.stop - rows.start, keys.stop - keys.start
         own = t._replace(
@@ -96,11 +96,11 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
 
 def _within(cu: Tensor, total: int, most: int) -> list[slice]:
     """Each sequence's slice, clamped to `total` and `most`, as kernels clamp unchecked offsets."""
-    found = []
+    slices = []
     for first, end in itertools.pairwise(cu.tolist()):
         first = min(max(first, 0), total)
-        found.append(slice(first, min(max(first, end), total, first + most)))
-    return found
+        slices.append(slice(first, min(max(first, end), total, first + most)))
+    return slices
 
 
 def backward_in_turn(
@@ -138,8 +138,8 @@ def jvp_in_turn(
     rooms = outs[0], wide[0], outs[1], wide[1]
     for one in sequences(spec, t):
         given = _rows(WITH_TANGENTS, (out, normaliser), one.rows)
-        found = backend.jvp(one.spec, one.t, _tangents_of(one, spec, tangents), *given)
-        for room, x in zip(_rows(WITH_TANGENTS, rooms, one.rows), found):
+        results = backend.jvp(one.spec, one.t, _tangents_of(one, spec, tangents), *given)
+        for room, x in zip(_rows(WITH_TANGENTS, rooms, one.rows), results):
             assert room is not None
             room.copy_(x)
     return rooms
@@ -175,9 +175,9 @@ def _summed(
     """Gradients in spec.acc_dtype. Those of shared tensors are summed in the order of sequences."""
     grads = {name: torch.zeros_like(t.given(name), dtype=spec.acc_dtype) for name in needs_grad}
     for one in sequences(spec, t):
-        found = of(one)
+        part_grads = of(one)
         for name in needs_grad:
-            grad = found[name].to(spec.acc_dtype)
+            grad = part_grads[name].to(spec.acc_dtype)
             if spec.paged and name in ("k", "v"):
                 _add_to_pages(grads[name], grad, one, t, spec)
             else:

@@ -189,8 +189,8 @@ def reads(text: str) -> tuple[bool, bool, bool]:
     mask = ModText.parse(text).mask if text else None
     if mask is None:
         return False, False, False
-    found = inputs_of(mask)
-    return True, "b" in found, "h" in found
+    inputs = inputs_of(mask)
+    return True, "b" in inputs, "h" in inputs
 
 
 def scaled(spec: AttentionSpec) -> bool:

@@ -86,19 +86,19 @@ def best(
     if len(choices) == 1:
         return default
     where = folder()
-    if found := _known.get((where, key)):
-        return found
+    if tile := _known.get((where, key)):
+        return tile
     path = where / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
-    found = _read(path, key)
-    if found not in choices:  # no file, a damaged one, or one from other tables
+    tile = _read(path, key)
+    if tile not in choices:  # no file, a damaged one, or one from other tables
         if torch.cuda.is_current_stream_capturing():
             return default
         times = _times(choices, time)
-        found = min(times, key=times.__getitem__, default=default)
+        tile = min(times, key=times.__getitem__, default=default)
         if times:  # else no tile runs: the caller's launch raises the error
-            _write(path, key, found)
-    _known[where, key] = found
-    return found
+            _write(path, key, tile)
+    _known[where, key] = tile
+    return tile
 
 
 def _times(choices: Iterable[Config], time: Callable[[Config], float]) -> dict[Config, float]:

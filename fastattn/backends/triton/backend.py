@@ -116,14 +116,14 @@ def check_indices(job: Job) -> None:
         return
     c = job.config("index_check")
     programs = blocks(job.M, c.BM) * job.spec.B * job.spec.H
-    found = job.t.q.new_empty(programs, dtype=torch.int32)
+    errors = job.t.q.new_empty(programs, dtype=torch.int32)
     job.launch(
         kernels().index_check.index_check_kernel,
         "index_check",
         lambda c: programs,
         (),
-        (found,),
+        (errors,),
         F=job.flags._replace(block_mask=False, tma=False),
     )
-    if found.any():
+    if errors.any():
         raise IndexError(BAD_INDEX)

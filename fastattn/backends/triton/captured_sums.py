@@ -64,7 +64,7 @@ def total(sums: Tensor, shift: int, dtype: torch.dtype) -> Tensor:
     columns = EXPONENTS >> shift
     exponents = torch.arange(columns, device=sums.device) * 2**shift + SMALLEST
     units = (exponents + DOUBLE_BIAS << DOUBLE_DIGITS).view(torch.float64)
-    found = (sums[:, :columns] * units).sum(1)
+    totals = (sums[:, :columns] * units).sum(1)
     for count, value in zip(sums[:, columns:].unbind(1), (torch.inf, -torch.inf, torch.nan)):
-        found += torch.where(count > 0, value, 0.0)
-    return found.to(dtype)
+        totals += torch.where(count > 0, value, 0.0)
+    return totals.to(dtype)

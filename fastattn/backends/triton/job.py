@@ -81,12 +81,12 @@ class Job:
         latent = dout is None and is_latent(spec, t)
         self.key = launch_cache.alike(given, arch, fast, latent)
         kept = spec.launcher_cache.setdefault("launches", {})
-        found = kept.get(self.key) if self.key else None
-        if found is None:
-            found = self.derive(arch, fast, latent, (t.q, t.k, t.v, dout))
+        derived = kept.get(self.key) if self.key else None
+        if derived is None:
+            derived = self.derive(arch, fast, latent, (t.q, t.k, t.v, dout))
             if self.key:
-                launch_cache.keep(kept, self.key, found)
-        self.arch, self.flags, self.tiled, self.launches = found
+                launch_cache.keep(kept, self.key, derived)
+        self.arch, self.flags, self.tiled, self.launches = derived
         self.block_masks: dict[tuple[Any, ...], Any] = {}
         self.sees: Tensor | None = None  # which rows see a score far above finfo.min
         self.searches = arch and autotune.enabled() and not spec.row_invariant
@@ -308,8 +308,8 @@ class Job:
 
     def block_mask(self, side: str, c: tile_configs.Config) -> Any:
         """The BlockMask of a pass with tiles of these sizes that own "rows" or "keys"."""
-        if found := self.block_masks.get((side, c.BM, c.BN)):
-            return found
+        if block_mask := self.block_masks.get((side, c.BM, c.BN)):
+            return block_mask
         spec, (mask, lengths, *_), of_keys = self.spec, self.extras, side == "keys"
         _, of_items, of_heads = reads(spec.score_mod)
         of_items = of_items or lengths is not None or (mask is not None and mask.sb)
@@ -328,18 +328,18 @@ class Job:
         size, programs = kernel.HEADER.value + lists * steps, items * heads * tiles
         to = self.t.q.new_empty((programs, size), dtype=torch.int32)
         planes = heads, heads if items > 1 else 0, 1 if heads > 1 else 0
-        found = kernel.BlockMask(to, size, self.sees, *planes)
+        block_mask = kernel.BlockMask(to, size, self.sees, *planes)
         self.launch(
             kernel.block_mask_kernel,
             "block_mask",
             lambda c: programs,
             (),
-            (found,),
+            (block_mask,),
             tile_configs.reading(c),
             KEYS=of_keys,
         )
-        self.block_masks[side, c.BM, c.BN] = found
-        return found
+        self.block_masks[side, c.BM, c.BN] = block_mask
+        return block_mask
 
     def config(self, which: str) -> tile_configs.Config:
         return _tile(tile_configs.config, which, *self.tiled)

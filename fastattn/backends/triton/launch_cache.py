@@ -38,8 +38,8 @@ def interpreted() -> bool:
 
 def version() -> tuple[int, ...] | None:
     """Triton's version as (major, minor); None without Triton."""
-    found = tile_configs.triton_version()
-    return None if found is None else tuple(map(int, re.findall(r"\d+", found)[:2]))
+    text = tile_configs.triton_version()
+    return None if text is None else tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
 @functools.cache

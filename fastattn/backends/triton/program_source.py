@@ -77,8 +77,8 @@ def functions_of(text: str, most: tuple[tuple[str, int], ...]) -> Functions:
     path = f"<{name}>"
     namespace = {"__name__": f"{PACKAGE}.kernels.{name}", "lines": _Lines.of(path, source)}
     exec(compile(source, path, "exec"), namespace)
-    found = (namespace.get(f"{x}_{name}") for x in Functions._fields)
-    return Functions(*found)
+    compiled = (namespace.get(f"{x}_{name}") for x in Functions._fields)
+    return Functions(*compiled)
 
 
 class _Lines:
@@ -90,12 +90,12 @@ class _Lines:
     @classmethod
     def of(cls, path: str, source: str) -> _Lines:
         """path: names the source by its digest, so that modules with one path have one source."""
-        found = cls.alive.get(path)
-        if found is None:
-            found = cls.alive[path] = cls()
+        lines = cls.alive.get(path)
+        if lines is None:
+            lines = cls.alive[path] = cls()
             linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
-            weakref.finalize(found, linecache.cache.pop, path, None).atexit = False
-        return found
+            weakref.finalize(lines, linecache.cache.pop, path, None).atexit = False
+        return lines
 
 
 def module_of(text: str, most: dict[str, int]) -> tuple[str, str]:
@@ -187,10 +187,10 @@ def _result(value: Value, at: int) -> str:
     return "1.0" if value.op == "constant" and value.number == 1.0 else f"v{at}"
 
 
-def _width(value: Value, found: Bounds) -> int:
+def _width(value: Value, limits: Bounds) -> int:
     if value.kind != "int":
         return 32
-    fits = found is not None and found[0] >= INT32.start and found[1] < INT32.stop
+    fits = limits is not None and limits[0] >= INT32.start and limits[1] < INT32.stop
     return 32 if fits else 64
 
 
@@ -206,8 +206,8 @@ def _line(values: Sequence[Value], x: int, widths: dict[int, int], known: list[B
         return _constant(value, widths[x])
     if op == "load":
         of = "floats" if value.kind == "float" else "ints"
-        found = f"of.element(captured.{of}, captured.n_{of}, {names[0]})"
-        return found if widths[x] == 64 or value.kind == "float" else f"{found}.to(tl.int32)"
+        code = f"of.element(captured.{of}, captured.n_{of}, {names[0]})"
+        return code if widths[x] == 64 or value.kind == "float" else f"{code}.to(tl.int32)"
     kind = values[args[-1]].kind
     if kind != "int":
         return FORMS[f"{op}:{kind[0]}"].format(*names)
@@ -222,9 +222,9 @@ def _line(values: Sequence[Value], x: int, widths: dict[int, int], known: list[B
     form = FORMS[f"{op}:i"]
     if op in POSITIVE and _is_positive(known, args):
         form = POSITIVE[op]
-    found = form.format(*names)
+    code = form.format(*names)
     narrows = value.kind == "int" and widths[x] < wide
-    return f"({found}).to(tl.int32)" if narrows else found
+    return f"({code}).to(tl.int32)" if narrows else code
 
 
 def _is_positive(known: list[Bounds], args: Sequence[int]) -> bool:

@@ -20,10 +20,10 @@ OLDEST = 3, 4
 
 @functools.cache
 def unavailable() -> str | None:
-    found = version()
-    if found is None:
+    installed = version()
+    if installed is None:
         return "Triton is not installed (pip install triton)"
-    if found < OLDEST:
+    if installed < OLDEST:
         return f"Triton {tile_configs.triton_version()} is older than {OLDEST[0]}.{OLDEST[1]}"
     if interpreted():
         return None
@@ -40,10 +40,10 @@ def kernels() -> SimpleNamespace:
         launch_cache.find_cache()
     names = ("tile", "score", "block_mask", "forward", "backward", "decode", "weights")
     names += ("tangent", "jvp", "backward_jvp", "index_check")
-    found = {x: importlib.import_module(f"{PACKAGE}.kernels.{x}") for x in names}
+    modules = {x: importlib.import_module(f"{PACKAGE}.kernels.{x}") for x in names}
     # NamedTuple._make without its check of the length.
-    operand = functools.partial(tuple.__new__, found["tile"].Operand)
-    return SimpleNamespace(**found, operand=operand)
+    operand = functools.partial(tuple.__new__, modules["tile"].Operand)
+    return SimpleNamespace(**modules, operand=operand)
 
 
 def run(kernel: Any, grid: tuple[int], *args: Any, **kwargs: Any) -> Any:

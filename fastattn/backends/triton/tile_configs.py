@@ -259,8 +259,8 @@ def _row(table: Table, which: str, head_dim: int) -> Row | None:
     dims of `BUCKETS`: where dk and dv have no row, they use dkv's."""
     for d in BUCKETS:
         near = which not in ("dk", "dv", "dk_t", "dv_t") or d // 2 < head_dim
-        if d >= head_dim and near and (found := table.get((which, d))):
-            return found
+        if d >= head_dim and near and (row := table.get((which, d))):
+            return row
     return None
 
 
@@ -270,7 +270,7 @@ def candidates(which: str, tile: Config) -> list[Config]:
     if which not in TUNED:  # the mask's buffers are sized for one tile; the others hardly differ
         return []
     least = 16 if which == "decode" else 32
-    found = [
+    tiles = [
         tile._replace(stages=tile.stages + 1),
         tile._replace(stages=max(1, tile.stages - 1)),
         tile._replace(warps={2: 4, 4: 8, 8: 4}[tile.warps]),
@@ -281,11 +281,11 @@ def candidates(which: str, tile: Config) -> list[Config]:
     ]
     if tile.warps == 8:
         half = tile._replace(warps=4, stages=2)
-        found += [
+        tiles += [
             half._replace(BN=max(least, tile.BN // 2)),
             half._replace(BM=max(least, tile.BM // 2)),
         ]
-    return [c for c in dict.fromkeys(found) if c != tile]
+    return [c for c in dict.fromkeys(tiles) if c != tile]
 
 
 # ------------------------------------------------------------- decoding: keys split among programs
