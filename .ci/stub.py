@@ -40,5 +40,8 @@ def overloads(function):
 
 
 if __name__ == "__main__":
-    functions = [x for x in ast.parse(SOURCE.read_text("utf-8")).body if hasattr(x, "args")]
-    print(HEADER, *map(overloads, functions), sep="\n")
+    body = ast.parse(SOURCE.read_text("utf-8")).body
+    (public,) = (x for x in body if isinstance(x, ast.Assign) and x.targets[0].id == "__all__")
+    names = ast.literal_eval(public.value)
+    functions = [overloads(x) for x in body if getattr(x, "name", "") in names]
+    print(HEADER, ast.unparse(public), *functions, sep="\n")

@@ -78,13 +78,13 @@ def filled(draw, row, k, v, ns):
     elif history == "evicted":
         add(cache, *[[torch.cat(x) for x in zip(*some)] for some in zip(junk, (keys, values))])
         cache.evict(JUNK)
-    elif history == "forked":
+    elif history in ("forked", "grown"):
         half = [len(x) // 2 for x in keys]
         add(cache, *[[x[:n] for x, n in zip(some, half)] for some in (keys, values)])
-        fork = cache.fork()
-        add(cache, *junk)
-        add(fork, *[[x[n:] for x, n in zip(some, half)] for some in (keys, values)])
-        return fork
+        if history == "forked":
+            before, cache = cache, cache.fork()
+            add(before, *junk)
+        add(cache, *[[x[n:] for x, n in zip(some, half)] for some in (keys, values)])
     else:
         if history == "freed":
             add(cache, *junk)

@@ -110,6 +110,15 @@ def test_a_deep_copy_has_no_pages_of_forks_outside_it():
     assert both[0]._pool is both[1]._pool and both[0].pages_free == 0
 
 
+@pytest.mark.parametrize("page_size", cache_model.PAGES)
+def test_growth_keeps_the_contents(page_size):
+    model = Model(page_size, capacity=3, grow=True)
+    for counts in ([2, 2, 2], [9, 0, 1], [30, 30, 1]):
+        model.append(counts)
+        model.check()
+    assert model.cache.capacity >= 41
+
+
 def test_pages_grow_in_number_and_not_in_size():
     for page_size, capacity in ((4, 4), (4, 3)):
         model = Model(page_size, capacity=capacity, grow=True)

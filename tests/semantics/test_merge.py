@@ -1,5 +1,5 @@
 """`fastattn.merge`: combine the results of blocks of keys into those of one call.
-tests/distributed merges the results of kernels."""
+test_selected.py and test_flash_attn_passes.py merge the results of kernels."""
 
 import pytest
 import torch

@@ -109,6 +109,26 @@ def test_rows_far_from_zero(name, dtype, title, value):
 
 @every_dtype
 @every_backend
+def test_keys_past_the_end_are_never_read(name, dtype):
+    """NaN, infinities, large numbers and zeros past key_lengths give bitwise the same results: a
+    maximum may ignore NaN."""
+    declares(name, DTYPES[dtype])
+    lengths, results = [0, 1, 65, 130], []
+    for garbage in (0.0, torch.nan, torch.inf, -3e4, 3e4):
+        problem = build(Dims(4, 2, 1, 33, 130, 16, 24), (), DTYPES[dtype])
+        problem.kwargs |= dict(key_lengths=torch.tensor(lengths), causal="bottom_right")
+        for b, length in enumerate(lengths):
+            problem.k[b, :, length:] = problem.v[b, :, length:] = garbage
+        each = [problem.run(fastattn.attention, backend=name) for _ in on_every_variant(name)]
+        results.append(each)
+        for one, first in zip(each, results[0], strict=True):
+            assert all(torch.equal(one[x], first[x]) for x in first), garbage
+            for b, length in enumerate(lengths):
+                assert not one["dk"][b, :, length:].any() and not one["dv"][b, :, length:].any()
+
+
+@every_dtype
+@every_backend
 @pytest.mark.parametrize("rows", [1, 9])
 def test_a_bool_mask_hides_a_nan_score(name, dtype, rows):
     """A bool mask replaces the score, rather than adding -inf to it."""
