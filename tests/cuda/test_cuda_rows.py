@@ -5,7 +5,7 @@ import pytest
 
 from tests.features.test_calls import agrees
 from tests.gpu_emulation.emulator import needs_emulator
-from tests.gpu_emulation.ways import NARROW, OF_CUDA, WIDE, calls
+from tests.gpu_emulation.ways import MIDDLE, NARROW, OF_CUDA, WIDE, calls
 from tests.support.marks import parametrize
 
 pytestmark = needs_emulator
@@ -16,6 +16,11 @@ BOTH = ("emulator", "emulator-worst")
 
 @parametrize("form, row, way", calls(BOTH, **OF_CUDA, **NARROW), fast=40)
 def test_rows(form, row, way):
+    agrees(form, row, way)
+
+
+@parametrize("form, row, way", calls(BOTH, most=40, **OF_CUDA, **MIDDLE), fast=8)
+def test_rows_of_heads_of_64(form, row, way):
     agrees(form, row, way)
 
 

@@ -25,6 +25,7 @@ OF_BOTH = dict(
 )
 # Kernels of head dims above 64 take minutes to build; qv has the columns of k and v together.
 NARROW = dict(D=(24, 8, 17, 32), Dv=(24, 32, 3, 8), widths=((24, 24), (32, 16), (17, 3), (8, 32)))
+MIDDLE = dict(D=(64, 40, 33), Dv=(64, 61, 33), widths=((64, 64), (33, 40)), qv=("no",))
 WIDE = dict(D=(96, 65, 128, 160, 200, 255), Dv=(96, 61, 128, 192, 250, 256), qv=("no",))
 WIDE |= dict(widths=((128, 128), (80, 72), (192, 128), (200, 256)))
 # The CUDA kernels take no functions, and pages of their own dtype.
