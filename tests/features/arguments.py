@@ -3,6 +3,7 @@
 import zlib
 
 import torch
+from torch.nn import functional as F
 
 import fastattn
 from tests.support.cases import DTYPES
@@ -49,12 +50,14 @@ class Draw:
         return [x.to(self.dtype) for x in (q, k, v)]
 
     def small(self, x):
-        """A small tensor. If the row says so, there are other numbers between its elements."""
+        """A small tensor, or a mask, in the memory that the row names."""
         return spread(x, self.row["small_layout"])
 
 
 def laid(x, layout, heads=-3):
-    """The values of x in other memory. "expanded" makes all heads equal."""
+    """The values of x in other memory. "expanded" makes all heads equal. "shifted" and "apart" are
+    contiguous, but for one element before all, or after each item of the third dimension from the
+    end."""
     if layout == "permuted":
         return x.transpose(-3, -2).contiguous().transpose(-3, -2)
     if layout == "offset":
@@ -65,14 +68,25 @@ def laid(x, layout, heads=-3):
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "expanded":
         return x.narrow(heads, 0, 1).clone().expand_as(x)
+    if layout == "shifted":
+        return F.pad(x.flatten(), (1, 0))[1:].view(x.shape)
+    if layout == "apart":
+        return F.pad(x.flatten(-2), (0, 1))[..., :-1].unflatten(-1, x.shape[-2:])
     if layout == "negated":
         return torch._neg_view(-x)
     return x.contiguous()
 
 
 def spread(x, layout):
+    """ "strided": other numbers are between its elements, "padded": between its rows."""
     if layout == "contiguous" or not x.ndim:
         return x
+    if layout == "shifted":
+        return laid(x, layout)
+    if layout == "columns":
+        return laid(x, layout) if x.ndim > 1 else x
+    if layout == "padded":
+        return F.pad(x, (0, 3), value=1)[..., :-3]
     wide = torch.stack((x, torch.full_like(x, 1) if x.dtype == torch.bool else x + 1), -1)
     return wide.flatten(-2)[..., ::2]
 
@@ -118,9 +132,10 @@ def mask_of(draw, row, B, H, M, N):
         hidden = draw.rand(*whole) < 0.5
         for dim, (n, size) in enumerate(zip(shape, (1, 1, 32, 64)[4 - len(shape) :])):
             hidden = hidden.repeat_interleave(size, dim).narrow(dim, 0, n)
-    if kind == "stairs":  # the first keys, more in each row; none in the first row
-        i, j = torch.arange(shape[-2])[:, None], torch.arange(shape[-1])
-        hidden = (j < 37 * i % (shape[-1] + 1)).expand(shape).clone()
+    if "stairs" in kind:  # the first keys, more in each row; none in the first row
+        i, j = torch.arange(shape[-2] if len(shape) > 1 else 1)[:, None], torch.arange(shape[-1])
+        hidden = (j < 37 * i % (shape[-1] + 1)).expand(torch.broadcast_shapes(shape, (1, 1)))
+        hidden = hidden.reshape(shape).clone()
     if "rows" in kind and len(shape) > 1 and shape[-2] > 1:
         hidden[..., shape[-2] // 2 :, :] = True
     if kind in ("bool", "empty rows", "blocks", "stairs"):
@@ -142,7 +157,7 @@ def place_of(row):
 def wanted(row, tensors):
     """The names of the tensors that require a gradient."""
     others = [name for name in tensors if name not in ("q", "k", "v")] or [*tensors][:3]
-    some = dict(all=[*tensors], no=[], q=["q"], kv=["k", "v"], others=others)
+    some = dict(all=[*tensors], no=[], q=["q"], k=["k"], v=["v"], kv=["k", "v"], others=others)
     found = some[row["grad"]]
     if row["grad"] == "q" and "table" in tensors:
         found = ["q", "table"]

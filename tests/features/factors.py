@@ -14,9 +14,10 @@ from tests.features.covering import array
 ROWS = (17, 1, 2, 4, 5, 8, 9, 16, 33, 64, 65, 129)
 KEYS = (33, 1, 15, 16, 17, 63, 65, 127, 128, 129, 513, 650)
 WIDTHS = (16, 1, 3, 8, 17, 32, 33, 64, 80, 128)
-LAYOUTS = ("contiguous", "permuted", "offset", "columns", "expanded", "negated")
+LAYOUTS = ("contiguous", "permuted", "offset", "columns", "expanded", "shifted", "apart", "negated")
 MODS = ("no", "table", "mask_mod", "of heads", "band", "blocks", "softcap", "alibi")
 MASKS = ("no", "bool", "float", "float32", "empty rows", "-inf in rows", "blocks", "-inf in blocks")
+MASKS += ("stairs", "-inf in stairs")
 SHAPES = ("BHMN", "B11N", "HMN", "MN", "N", "1HM1", "1H1N", "B1MN", "BHM1", "11MN", "B1M1", "BH1N")
 SCORES = {
     "causal": ("no", "top_left", "bottom_right", "aligned"),
@@ -36,9 +37,9 @@ SCORES = {
 COMMON = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "heads": ((2, 2), (4, 2), (3, 1), (17, 1)),
-    "small_layout": ("contiguous", "strided"),
+    "small_layout": ("contiguous", "strided", "shifted", "columns", "padded"),
     "small_dtype": ("wide", "own"),  # of slopes and sinks
-    "grad": ("all", "no", "q", "kv", "others"),
+    "grad": ("all", "no", "q", "kv", "others", "k", "v"),
     "lse": ("no", "loss"),
     "values": ("normal", "leaks", "large"),
 }
@@ -74,7 +75,7 @@ PACKED = {
 PAGED = {
     **{name: levels for name, levels in PACKED.items() if name not in ("lengths",)},
     "M": (1, 2, 4, 17, 65),
-    "widths": ((32, 32), (64, 64), (16, 3), (128, 64), (96, 160), (3, 17), (64, 128)),
+    "widths": ((32, 32), (64, 64), (16, 3), (128, 64), (96, 160), (3, 17), (64, 128), (576, 512)),
     "stored": ("own", "int8", "float8_e4m3fn", "float8_e5m2", "int4"),
     "page": (16, 1, 5, 64, 256),
     "pages": ("shuffled", "ascending", "shared", "none"),
@@ -170,7 +171,7 @@ def forbidden(f, a, g, b):
     if (f, g) == ("strategy", "heads"):  # ranks divide key heads
         return a[0] in ("ulysses", "usp") and b[1] % (2 if a[0] == "usp" else a[1]) > 0
     if f == "qv" and a in ("adjacent", "overlapping"):  # k and v are views of one tensor
-        shared = (g, b) in (("grad", "all"), ("grad", "kv")) or (g == "lengths" and b != "no")
+        shared = b in ("all", "kv", "k", "v") if g == "grad" else g == "lengths" and b != "no"
         return shared or (g in ("k_layout", "v_layout") and b != "contiguous")
     if f == "mod" and a != "no":
         bias = a in ("table", "alibi")
@@ -181,6 +182,8 @@ def forbidden(f, a, g, b):
             return a == "int4" and any(x % 32 for x in b)
         lost = g in ("k_layout", "v_layout") and b not in ("contiguous", "permuted")
         return lost or (g in ("grad", "qv") and b != "no")
+    if f == "widths" and sum(a) > 1024:  # with qv, a head has all of these columns
+        return g == "qv" and b != "no"
     if f == "offset" and a:
         return g == "stored" and b == "own"
     if (f, a) == ("pages", "none"):
