@@ -156,7 +156,8 @@ def rounded_queries(problem):
     """How far a score may be off, since kernels round queries to multiples of a 32767th of their
     row's largest number where keys are in few bits: int4.py, docs/guides/decoding.md."""
     k = problem.sizes.get("k", problem.k).abs().nan_to_num(0).sum(-1)
-    scale = abs(problem.kwargs.get("scale") or 1 / math.sqrt(problem.q.shape[-1]))
+    scale = problem.kwargs.get("scale")
+    scale = 1 / math.sqrt(problem.q.shape[-1]) if scale is None else abs(scale)
     return scale * problem.q.abs().amax((1, 3)) / 65534 * (k.max() if k.numel() else 0)
 
 
