@@ -195,6 +195,11 @@ def forbidden(f, a, g, b):
     return (f, g) == ("mask", "mask_shape") and a == "no" and b != "BHMN"
 
 
+def of_form(form, levels):
+    """Those of these levels whose factors the form has."""
+    return {name: some for name, some in levels.items() if name in FORMS[form]}
+
+
 @functools.cache
 def rows(form, strength=2, seed=0, most=None, **fixed):
     """The calls of a form, each as a dict. fixed: the levels of some factors, if not all."""

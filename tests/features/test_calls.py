@@ -87,8 +87,7 @@ FEWER = {"selected": dict(M=(3, 1), N=(33, 17), block=(16, 32), heads=((2, 1), (
 
 
 def small(form):
-    levels = factors.FORMS[form]
-    fixed = {name: some for name, some in SMALL.items() if name in levels} | FEWER.get(form, {})
+    fixed = factors.of_form(form, SMALL) | FEWER.get(form, {})
     return [(form, row, "triton") for row in factors.rows(form, seed=SEED, **fixed)]
 
 

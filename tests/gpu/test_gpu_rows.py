@@ -36,8 +36,7 @@ OF_32_BITS = OF_16_BITS | dict(dtype=("float32",), D=(16,), Dv=(16,), widths=((1
 
 
 def rows(form, fixed, most=None):
-    fixed = {name: levels for name, levels in fixed.items() if name in factors.FORMS[form]}
-    return factors.rows(form, most=most, **fixed)
+    return factors.rows(form, most=most, **factors.of_form(form, fixed))
 
 
 CASES = by_turns(*([(form, row) for row in rows(form, OF_16_BITS)] for form in FORMS))

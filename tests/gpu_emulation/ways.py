@@ -38,7 +38,7 @@ def calls(names, forms=FORMS, most=None, **fixed):
 
     def rows(form):
         levels = OF_BOTH | fixed | (dict(grad=("no",)) if form == "paged" else {})
-        levels = {name: some for name, some in levels.items() if name in factors.FORMS[form]}
+        levels = factors.of_form(form, levels)
         return [(form, row) for row in factors.rows(form, most=most, **levels)]
 
     every = by_turns(*map(rows, forms))

@@ -37,7 +37,7 @@ SIZES = dict(
 
 
 def rows(form):
-    levels = {name: some for name, some in SIZES.items() if name in factors.FORMS[form]}
+    levels = factors.of_form(form, SIZES)
     return [(form, row, "triton") for row in factors.rows(form, most=40, **levels)]
 
 
