@@ -196,7 +196,7 @@ def forbidden(f, a, g, b):
 
 
 def of_form(form, levels):
-    """Those of these levels whose factors the form has."""
+    """The levels of the factors that a form has."""
     return {name: some for name, some in levels.items() if name in FORMS[form]}
 
 
