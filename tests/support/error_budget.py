@@ -6,8 +6,9 @@ the whole budget of float32 and float64. A sum of terms that cancel keeps the er
 errs by eps times the size of the logits that made it.
 
 16-bit results may err further by 2x (gradients 3x) the largest error of `naive.baseline`, which
-computes in the same dtype (torch's own math path is no baseline: it upcasts), by 2 units in the
-last place of the largest value, and by what storing the output in 16 bits does to delta = sum(dout
+computes in the same dtype (torch's own math path is no baseline: it upcasts), or in out by four
+times the standard deviation that rounded weights cause, by 2 units in the last place of the largest
+value, and by what storing the output in 16 bits does to delta = sum(dout
 * out), which backward subtracts: where a gradient is 0 by cancellation, the baseline may be exact
 by luck. The LSE is float32 for 16-bit inputs, and has the budget of float32.
 
@@ -53,7 +54,10 @@ def budgets(problem, exact, backward=True, far=None):
     for name in exact.keys() - {"lse"}:
         value = exact[name].masked_fill(~exact[name].isfinite(), 0)
         if value.numel():
-            bounds[name] += FACTOR.get(name, 3) * roughly.get(name, 0)
+            rough = torch.as_tensor(roughly.get(name, 0), dtype=torch.float64)
+            if name == "out":  # the baseline of few numbers may be exact by luck
+                rough = rough.maximum(finfo.eps / math.sqrt(3) * sizes["weights"])
+            bounds[name] += FACTOR.get(name, 3) * rough
             bounds[name] += 2 * finfo.eps * max(value.abs().max().item(), finfo.tiny)
         if name in sizes["delta"]:
             bounds[name] += finfo.eps / 2 * sizes["delta"][name]
@@ -76,7 +80,8 @@ def roughness(problem, exact, backward, far):
 
 def magnitudes(problem, out, backward=True, far=None):
     """{"all", "delta"}, each {"out", "lse", ...}: the absolute values that each result sums up,
-    and those among them that pass through delta."""
+    and those among them that pass through delta; and "weights": by what factor out errs, at random,
+    where each weight is rounded."""
     exact = problem.to(torch.float64)
     k, v = (exact.sizes.get(name, getattr(exact, name)) for name in "kv")
     q, k, v = (x.abs().nan_to_num(0) for x in (exact.q, k, v))
@@ -102,6 +107,7 @@ def magnitudes(problem, out, backward=True, far=None):
     if kwargs.get("sinks") is not None:  # a logit is rounded beside the row's largest
         logit = torch.maximum(logit, kwargs["sinks"].view(-1, 1, 1))
     sizes = {"out": grown * (p @ all_heads(v)) * logit}
+    of_weights = grown * (p.square() @ all_heads(v).square()).sqrt()
     if problem.kwargs.get("return_lse"):
         sizes["lse"] = logit.squeeze(-1)
     # A kernel's exp is 0 below 2^-100 (float64: 2^-900): each probability may err by that much.
@@ -111,7 +117,7 @@ def magnitudes(problem, out, backward=True, far=None):
     sizes["out"] = sizes["out"] + grown * zeroed @ all_heads(v)
     p = p + zeroed
     if not backward:
-        return {"all": sizes, "delta": {}}
+        return {"all": sizes, "delta": {}, "weights": of_weights}
 
     def sink_shares():  # 1 - sum(p) would be 0 where they are small
         attention = far.hold(fastattn.reference.attention) if far else fastattn.reference.attention
@@ -134,7 +140,7 @@ def magnitudes(problem, out, backward=True, far=None):
     if "v" in problem.needs_grad:
         sizes["dv"] = grown * key_heads((p * logit).mT @ dout)
     delta = (dout * out.abs()).sum(-1, keepdim=True)
-    return {"all": sizes, "delta": through_scores(p * delta, delta)}
+    return {"all": sizes, "delta": through_scores(p * delta, delta), "weights": of_weights}
 
 
 def rounded_terms(problem, p):
@@ -159,7 +165,8 @@ def largest_addend(kwargs, p, far=None):
         counts = mask.expand_as(p).abs()
         if far:
             counts = torch.where(far.rows & ~far.ties, far.below, counts)
-        size = size + counts.masked_fill(p <= 1e-12, 0).amax(-1, keepdim=True)
+        matters = p > 1e-12 * p.amax(-1, keepdim=True)  # beside a sink, all may be tiny
+        size = size + counts.masked_fill(~matters, 0).amax(-1, keepdim=True)
     if slopes is not None:
         size = size + slopes.abs().max() * sum(p.shape[-2:])
     return size
