@@ -49,7 +49,7 @@ class Flags(NamedTuple):
     sinks: bool = False
     dropout: bool = False
     fours: bool = True  # the keys of one draw of four words are 4 j to 4 j + 3
-    precision: str = "ieee"  # of float32 products; or "tf32"
+    precision: str = "ieee"  # of float32 products; or "tf32", or in parts: "tf32x3", "bf16x6"
     tma: bool = False  # q, k, v and dout are read through tensor descriptors
     kept: str = ""  # 8-bit format of keys and values: "int8", "e4m3fn" or "e5m2"
     latent: bool = False  # v is the first BDV columns of k

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -40,20 +41,103 @@ class Pages(NamedTuple):
 
 @triton.jit
 def dot(a, b, acc, F: tl.constexpr):
-    """acc + a @ b, accumulated in float32; a and b have the same dtype.
+    """acc + a @ b, accumulated in float32; a and b have the same dtype, and None is no acc.
 
     The interpreter multiplies the bits of bfloat16 operands as integers (Triton 3.6 to 3.9). It
     gets float32 operands instead, in which the products are exact.
     """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=F.precision)
+    if F.precision == "tf32x3":
+        return three_products(in_two(a), in_two(b), acc)
+    elif F.precision == "bf16x6":
+        return six_products(in_three(a), in_three(b), acc)
+    else:
+        return tl.dot(a, b, acc, input_precision=F.precision)
 
 
 @triton.jit
 def by_rows(a, b, F: tl.constexpr):
     """a @ b^T in float32: the product of each row of a with each row of b."""
-    return dot(a, tl.trans(b), tl.full([a.shape[0], b.shape[0]], 0, tl.float32), F)
+    return dot(a, tl.trans(b), None, F)
+
+
+# Products of float32 on tensor cores: each number is a sum of parts, and their products are added.
+# - First parts are cut off, not rounded, so that of the largest number is finite. The others have
+#   its sign. Of a NaN without a bit in the upper part of its mantissa, infinity is left.
+# - The rest of an infinity is NaN, and so are the small products of its row or column. They are
+#   left out there: the product of first parts is IEEE's, infinity or NaN.
+# - Tensor cores cut off their sums, which over many tiles adds up: `acc` is added outside of them.
+# - The last parts of numbers below about 1e-32 are subnormal, and lose bits.
+
+
+@triton.jit
+def in_two(x):
+    """x, of which products in tf32 read the upper 19 bits, and the rest of x rounded to as many: in
+    all x, within 2^-22."""
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    rest = (x - high).to(tl.int32, bitcast=True) + 4096
+    if INTERPRETED:  # it multiplies all bits
+        return high, (rest & -8192).to(tl.float32, bitcast=True)
+    return x, rest.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def three_products(a, b, acc):
+    """acc + a @ b of `in_two`, within about 2^-21 of |a| @ |b|. The product of both rests is left
+    out."""
+    small = tl.dot(a[1], b[0], input_precision="tf32")
+    small = tl.dot(a[0], b[1], small, input_precision="tf32")
+    return added(acc, tl.dot(a[0], b[0], without_nan(small), input_precision="tf32"))
+
+
+@triton.jit
+def in_three(x):
+    """Three bfloat16 that add up to x."""
+    first, rest = upper_half(x)
+    second, rest = upper_half(rest)
+    third, _ = upper_half(rest)
+    return first, second, third
+
+
+@triton.jit
+def upper_half(x):
+    """The upper half of a float32's bits, which is a bfloat16, and what is left of the float32. The
+    interpreter gets it as float32, for `dot`'s reason."""
+    bits = x.to(tl.int32, bitcast=True)
+    high = (bits & -65536).to(tl.float32, bitcast=True)
+    if INTERPRETED:
+        return high, x - high
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x - high
+
+
+@triton.jit
+def six_products(a, b, acc):
+    """acc + a @ b of `in_three`, within about 2^-23 of |a| @ |b|. The three smallest of the nine
+    products are left out."""
+    small = tl.dot(a[2], b[0])
+    small = tl.dot(a[1], b[1], small)
+    small = tl.dot(a[0], b[2], small)
+    small = tl.dot(a[1], b[0], small)
+    small = tl.dot(a[0], b[1], small)
+    return added(acc, tl.dot(a[0], b[0], without_nan(small)))
+
+
+@triton.jit
+def without_nan(x):
+    """x, with a number for NaN. For PTX the larger of NaN and a number is the number; for the
+    interpreter of Triton 3.6 it is NaN."""
+    if INTERPRETED:
+        return tl.where(x == x, x, 0.0)
+    return tl.maximum(x, LOWEST)
+
+
+@triton.jit
+def added(acc, x):
+    if acc is None:
+        return x
+    else:
+        return acc + x
 
 
 @triton.jit

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastattn.backends.triton import tile_configs
+
 from ..measure.machine import RESULTS
 from . import sass
 from .budgets import nvidia_tool, read, write
@@ -149,11 +151,12 @@ VARIANTS = {
     ),
     # Rows that no tensor descriptor can read: their size is not a multiple of 16 bytes.
     "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
-    "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, tf32=True), PAIR),
+    "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, precision="tf32"), PAIR),
+    "ieee": Variant(lambda *sizes: dict(causal="top_left", Hk=2, precision="ieee"), PAIR),
     "tangents": Variant(lambda *sizes: dict(causal="top_left", Hk=2), MOVED, True),
     "tangents-all": Variant(everything, (*MOVED, "dmask_t"), True),
 }
-SIXTEEN_BITS = (*ONE, "block mask", "packed", "paged")  # in these alone
+SIXTEEN_BITS = (*ONE, "block mask", "packed", "paged")
 
 
 def cases(
@@ -162,9 +165,19 @@ def cases(
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[KernelCase]:
     for case in map(KernelCase._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
-        absent = SIXTEEN_BITS if case.dtype == "float32" else ("tf32",)
-        if case.variant not in absent and not (VARIANTS[case.variant].tangents and rare(case)):
+        if case.variant not in absent(case) and not (
+            VARIANTS[case.variant].tangents and rare(case)
+        ):
             yield case
+
+
+def absent(case: KernelCase) -> tuple[str, ...]:
+    """The variants that calls of this dtype, chip and head dim do not have."""
+    if case.dtype != "float32":
+        return ("tf32", "ieee")
+    in_parts = case.arch in tile_configs.PARTS and case.head_dim <= 128
+    # IEEE products have the same tiles for every feature. Without parts, they are in all variants.
+    return tuple({*SIXTEEN_BITS} - {*ONE}) if in_parts else (*SIXTEEN_BITS, "ieee")
 
 
 def rare(case: KernelCase) -> bool:
@@ -181,9 +194,11 @@ def call(case: KernelCase) -> None:
     dtype, B, H, N = getattr(torch, case.dtype), 2, 8, 4096
     o = VARIANTS[case.variant].options(B, H, N, N)
     Hk, D = o.pop("Hk", H), case.head_dim - o.pop("short", 0)
-    precision = "tf32" if o.pop("tf32", False) else "ieee"
+    precision = o.pop("precision", "none")  # torch's default
     tensors = ("mask", "key_lengths", "alibi_slopes", "sinks", "seed")
     extras = {x: o.pop(x) for x in tensors if x in o}
+    if case.dtype == "float32" and "mask" in extras:
+        extras["mask"] = extras["mask"].float()
     meta = functools.partial(torch.empty, device="meta", dtype=dtype)
     items, rows, max_q = B, N, None
     page = o.pop("page", 0)

@@ -29,8 +29,9 @@ MORE = ((64, "plain"), (128, "packed"), (64, "tangents"))
 CASES = [
     case
     for case in aot.cases((80, 90), variants=("causal", "everything"))
-    if case.dtype == "bfloat16" or (case.arch, case.variant) == (80, "causal")
+    if case.dtype == "bfloat16" or (case.head_dim <= 128 and case.variant == "causal")
 ] + [KernelCase(arch, "bfloat16", *x) for arch in (80, 90) for x in MORE]
+CASES += [KernelCase(80, "float32", *x) for x in ((64, "ieee"), (256, "causal"))]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,26 @@ class TestTables:
                     by_pointers = k.name.endswith("_t")  # tiles of tangents
                     assert bool(k.mix["tma"]) == (case.arch == 90 and not by_pointers), k
                 elif k.name in ("forward", "dq", *aot.BY_KEYS):
-                    assert k.mix["ffma"] and not k.mix["mma"], k
+                    ieee = case.variant == "ieee" or case.head_dim == 256
+                    products = "ffma" if ieee else "wgmma" if case.arch == 90 else "mma"
+                    others = {"wgmma", "mma"} - {products}
+                    assert k.mix[products] and not any(k.mix[x] for x in others), k
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "case, share",
+        [
+            (KernelCase(80, "float32", 64, "causal"), 0.65),
+            (KernelCase(90, "float32", 64, "causal"), 0.3),
+        ],
+        ids=str,
+    )
+    def test_parts_issue_fewer_instructions_than_ieee_has_multiply_adds(self, kernels, case, share):
+        found = {k.name: k for k in kernels[case]}
+        products = dict(forward=2, dq=3, dkv=4)
+        assert found.keys() == products.keys()
+        for name, n in products.items():
+            assert found[name].loop and issued(found[name]) <= share * 64 * n, found[name]
 
     @pytest.mark.slow
     def test_every_pass_is_compiled(self, kernels):
@@ -80,9 +100,16 @@ class TestTables:
             assert names == {
                 *("forward", "delta", "dq", "dkv", "dmask", "split", "combine", "weights"),
                 *("weights average", "dq given", "dq given sums", "dk given"),
-                *(["dk", "dv"] if arch == 90 else []),  # for 256 columns
+                *("dk", "dv"),  # of 256 columns on sm_90, and of 128 in float32
                 *("jvp", "rates", "dq_t", "dkv_t"),
             }
+
+
+def issued(kernel):
+    """Instructions of a loop of all threads, for each score."""
+    tile, warps, _ = kernel.tile.split()
+    rows, keys = map(int, tile.split("x"))
+    return kernel.loop * 32 * int(warps[1:]) / (rows * keys)
 
 
 # -------------------------------------------------------------------------------------- the checker

@@ -15,6 +15,7 @@ from fastattn.call.spec import AttentionSpec
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
 HEAD_DIMS = (1, 64, 65, 128, 129, 256)
+PRECISIONS = ("ieee", "tf32", *tile_configs.PARTS.values())
 BUSY = ((), *((x,) for x in tile_configs.FEATURES), ("narrow",), ("given",), ("mask", "softcap"))
 
 
@@ -24,8 +25,10 @@ BUSY = ((), *((x,) for x in tile_configs.FEATURES), ("narrow",), ("given",), ("m
 @pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
 @pytest.mark.parametrize("which", tile_configs.PASSES)
 def test_every_tile_is_one_that_kernels_take(which, arch):
-    for itemsize, head_dim, busy in itertools.product((2, 4), HEAD_DIMS, BUSY):
-        tile = tile_configs.config(which, arch, itemsize, head_dim, busy)
+    for itemsize, head_dim, busy, precision in itertools.product(
+        (2, 4), HEAD_DIMS, BUSY, PRECISIONS
+    ):
+        tile = tile_configs.config(which, arch, itemsize, head_dim, busy, precision)
         for n in tile[:3]:
             assert n & (n - 1) == 0, "a power of two"
         assert 16 <= tile.BM <= 128 and 16 <= tile.BN <= 128
@@ -72,6 +75,37 @@ def test_dk_and_dv_are_made_apart_where_the_table_has_tiles_for_them():
     assert not tile_configs.apart(80, 2, 256) and not tile_configs.apart(0, 2, 256)
     dkv = [tile_configs.config("dkv", 90, 2, d, ()) for d in (64, 128)]
     assert dkv == [tile_configs.config("dk", 90, 2, d, ()) for d in (64, 128)]
+
+
+@pytest.mark.parametrize("arch, precision", tile_configs.OF_PRECISION, ids=str)
+def test_a_table_of_a_precision_has_every_pass_of_plain_calls(arch, precision):
+    def found(which, head_dim, itemsize=4):
+        about = which, arch, itemsize, head_dim, (), precision
+        tile = tile_configs.of_precision(*about)
+        assert tile_configs.config(*about) == tile or tile is None
+        return tile
+
+    for head_dim in (1, 64, 65, 128):
+        apart = tile_configs.apart(arch, 4, head_dim, (), precision)
+        passes = "forward", "dq", *(("dk", "dv") if apart else ("dkv", "dk", "dv"))
+        assert all(found(x, head_dim) for x in passes)
+        assert not found("forward", head_dim, itemsize=2)
+        assert not any(found(x, head_dim) for x in ("weights", "dmask", "jvp", "dq_t", "dkv_t"))
+    assert not any(found(x, 129) for x in tile_configs.PASSES)
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
+def test_a_pass_without_tiles_of_parts_has_ieee_products(arch):
+    mine = tile_configs.PARTS.get(arch, "ieee")
+    assert tile_configs.precision(arch, "parts") == mine
+    assert tile_configs.precision(arch, "tf32") == "tf32"
+    for which, head_dim in itertools.product(("forward", "dq", "dkv", "jvp"), (64, 256)):
+        about = which, arch, 4, head_dim, ()
+        parts = which != "jvp" and head_dim == 64
+        assert tile_configs.products(*about, mine) == (mine if parts else "ieee")
+        assert tile_configs.products(*about, "tf32") == "tf32"
+        ieee = tile_configs.config(*about)
+        assert mine == "ieee" or (tile_configs.config(*about, mine) == ieee) == (not parts)
 
 
 def test_older_than_every_table_is_an_error():

@@ -250,15 +250,48 @@ def test_another_tile_makes_another_kernel(stub, derived, monkeypatch):
     assert launches(stub, forward, s, t) == first and len(derived) == 2
 
 
-@pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "tf32"])
+@pytest.mark.parametrize(
+    "arch, asked, expected",  # of forward, dq and dkv; or dk and dv, where they are two launches
+    [
+        (80, dict(D=64), ["tf32x3"] * 3),
+        (80, dict(D=128), ["tf32x3"] * 4),
+        (80, dict(D=128, softcap=9.0), ["tf32x3", "ieee", "ieee"]),  # those have no tiles
+        (90, dict(D=16), ["bf16x6"] * 3),
+        (90, dict(D=128), ["bf16x6"] * 4),
+        (90, dict(D=256), ["ieee"] * 3),
+        (90, dict(D=64, asked="ieee"), ["ieee"] * 3),
+        (90, dict(D=128, asked="tf32"), ["tf32"] * 4),
+        (90, dict(D=64, asked="tf32", dtype=torch.bfloat16), ["ieee"] * 3),
+        (86, dict(D=64), ["ieee"] * 3),
+        (100, dict(D=64), ["ieee"] * 3),
+        (120, dict(D=64, asked="tf32"), ["tf32"] * 3),
+    ],
+    ids=str,
+)
+def test_how_each_pass_multiplies_float32(arch, asked, expected, monkeypatch):
+    seen, asked = [], dict(asked)
+    precision = asked.pop("asked", "parts")
+
+    def run(kernel, grid, *args, **constants):
+        if kernel.__name__ != "delta_kernel":
+            seen.append(constants["F"].precision)
+
+    monkeypatch.setattr(job, "run", run)
+    monkeypatch.setattr(job, "precision", lambda: precision)
+    with launch_stub.stubbed(arch):
+        train(*described(**dict(dtype=torch.float32) | asked))
+    assert seen == expected
+
+
+@pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "tf32", "ieee"])
 def test_a_compiler_option_makes_another_kernel(knob, stub, derived, monkeypatch):
     from triton import knobs
 
     s, t = described(dtype=torch.float32)
     first = launches(stub, forward, s, t)
     with monkeypatch.context() as patch:
-        if knob == "tf32":
-            patch.setattr(job, "tf32", lambda: not torch.backends.cuda.matmul.allow_tf32)
+        if knob in ("tf32", "ieee"):
+            patch.setattr(job, "precision", lambda: knob)
         elif knob == "debug":
             patch.setattr(knobs.runtime, "debug", not knobs.runtime.debug)
         else:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...call import quantisation
+from ...call.environment import setting
 from ...call.spec import BY_HEAD, PLACED, Argument, AttentionSpec, Feature, Tensors
 from ...score_mods.mod_text import ModText
 from ...score_mods.recognition import inputs_of
@@ -66,12 +67,18 @@ def is_latent(spec: AttentionSpec, t: Tensors) -> bool:
     )
 
 
-def tf32() -> bool:
-    """True if the user lets torch compute float32 products in tf32."""
+def precision() -> str:
+    """How the user wants float32 to be multiplied: "tf32" or "ieee" if torch's settings say so,
+    "ieee" by FASTATTN_FLOAT32, else "parts": on tensor cores where that is faster, with errors of
+    the size of IEEE's."""
     matmul = torch.backends.cuda.matmul
-    if not hasattr(matmul, "fp32_precision"):  # before torch 2.9
-        return matmul.allow_tf32
-    return matmul.fp32_precision == "tf32"
+    if hasattr(matmul, "fp32_precision"):
+        asked = matmul.fp32_precision
+    else:  # before torch 2.9, where "ieee" looks like no setting
+        asked = "tf32" if matmul.allow_tf32 else "none"
+    if asked in ("tf32", "ieee"):
+        return asked
+    return "ieee" if setting("FASTATTN_FLOAT32") == "vector" else "parts"
 
 
 def describable(x: Tensor) -> bool:
@@ -207,7 +214,7 @@ def _no_extras():
 
 
 @functools.lru_cache(maxsize=4096)
-def flags(spec: AttentionSpec, tf32: bool, tma: bool, latent: bool = False):
+def flags(spec: AttentionSpec, precision: str, tma: bool, latent: bool = False):
     """The features that a call uses, as constants for Triton's compiler."""
     masked = spec.mask_shape is not None
     made = functions(spec)
@@ -230,7 +237,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool, latent: bool = False):
         **{str(a.feature.name).lower(): a.name in spec.given for a in BY_HEAD},
         dropout=spec.dropout_p > 0,
         fours=spec.at_key % 4 == 0,
-        precision="tf32" if tf32 else "ieee",
+        precision=precision,
         tma=tma,
         kept="" if spec.storage is None else quantisation.NAMES[spec.storage],
         latent=latent,

@@ -28,9 +28,9 @@ from .arguments import (
     longest,
     operand,
     padded,
+    precision,
     reads,
     scalars,
-    tf32,
 )
 from .launch_cache import Launch
 from .program_source import is_sum
@@ -77,13 +77,16 @@ class Job:
         k, v = (x if spec.storage is None else bits(x) for x in (t.k, t.v))
         self.inputs = operand(t.q), operand(k), operand(v), operand(dout)
         given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
-        arch, fast = architecture(self.device), tf32()
+        arch = architecture(self.device)
+        multiply = "ieee"
+        if spec.dtype.itemsize == 4:
+            multiply = tile_configs.precision(arch, precision())
         latent = dout is None and is_latent(spec, t)
-        self.key = launch_cache.alike(given, arch, fast, latent)
+        self.key = launch_cache.alike(given, arch, multiply, latent)
         kept = spec.launcher_cache.setdefault("launches", {})
         derived = kept.get(self.key) if self.key else None
         if derived is None:
-            derived = self.derive(arch, fast, latent, (t.q, t.k, t.v, dout))
+            derived = self.derive(arch, multiply, latent, (t.q, t.k, t.v, dout))
             if self.key:
                 launch_cache.keep(kept, self.key, derived)
         self.arch, self.flags, self.tiled, self.launches = derived
@@ -91,7 +94,7 @@ class Job:
         self.sees: Tensor | None = None  # which rows see a score far above finfo.min
         self.searches = arch and autotune.enabled() and not spec.row_invariant
 
-    def derive(self, arch: int, tf32: bool, latent: bool, inputs: tuple[Any, ...]) -> Alike:
+    def derive(self, arch: int, precision: str, latent: bool, inputs: tuple[Any, ...]) -> Alike:
         spec = self.spec
         if spec.storage is not None:  # judge k and v by their head dims, as 16-bit rows
             inputs = inputs[:1] if spec.D % 8 == spec.Dv % 8 == 0 else ()
@@ -101,7 +104,7 @@ class Job:
         tma = (
             90 <= arch < 120 and self.t.v is not None and wide and not (spec.paged or spec.storage)
         )
-        f = flags(spec, tf32, tma, latent)
+        f = flags(spec, precision, tma, latent)
         busy = [x for x in tile_configs.FEATURES if getattr(f, x)] + ["given"] * spec.weights
         # A sum needs registers as a mask does, another program for several values of every score.
         if f.score_mod is not None:
@@ -111,7 +114,8 @@ class Job:
             wide_mask = spec.mask_dtype in (torch.float32, torch.float64)
             # row_invariant: in another call the same rows may be narrow, and need the same tile.
             busy += ["narrow"] * (not wide or spec.row_invariant) + ["wide mask"] * wide_mask
-        return Alike(arch, f, (arch, spec.dtype.itemsize, max(spec.D, spec.Dv), tuple(busy)), {})
+        tiled = arch, spec.dtype.itemsize, max(spec.D, spec.Dv), tuple(busy), precision
+        return Alike(arch, f, tiled, {})
 
     # ------------------------------------------------------------------------------------ forward
 
@@ -217,7 +221,7 @@ class Job:
 
     def walk_rows(self, dk: Tensor | None, dv: Tensor | None) -> None:
         spec = self.spec
-        if dk is not None and dv is not None and tile_configs.apart(*self.tiled[:3]):
+        if dk is not None and dv is not None and tile_configs.apart(*self.tiled):
             self.walk_rows(dk, None)
             self.walk_rows(None, dv)
             return
@@ -360,7 +364,10 @@ class Job:
         own: its first arguments, which are tensors of the call.
         """
         spec, args = self.spec, own + others
-        constexprs.setdefault("F", self.flags)
+        F = constexprs.setdefault("F", self.flags)
+        if F.precision != "ieee":
+            products = _tile(tile_configs.products, which, *self.tiled)
+            constexprs["F"] = F._replace(precision=products)
 
         def attempt(c: tile_configs.Config) -> None:
             extras = self.extras
@@ -392,5 +399,5 @@ class Job:
 
 
 @functools.lru_cache(maxsize=4096)
-def _tile(table: Callable[..., tile_configs.Config], *about: Any) -> tile_configs.Config:
+def _tile(table: Callable[..., Any], *about: Any) -> Any:
     return table(*about)

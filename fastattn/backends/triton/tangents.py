@@ -136,7 +136,7 @@ class TangentJob(Job):
 
     def walk_rows(self, dk: Tensor | None, dv: Tensor | None) -> None:
         spec, both = self.spec, dk is not None and dv is not None
-        if both and tile_configs.apart(*self.tiled[:3], "dk_t"):
+        if both and tile_configs.apart(*self.tiled, which="dk_t"):
             self.walk_rows(dk, None)
             self.walk_rows(None, dv)
             return

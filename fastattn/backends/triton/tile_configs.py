@@ -48,11 +48,12 @@ FEATURES = ("mask", "alibi", "softcap", "dropout")  # they need registers for ev
 
 class Row(NamedTuple):
     """Tiles of calls without FEATURES, with one of them, and with several. Narrow rows, of a size
-    that is no multiple of 16 bytes, count as one."""
+    that is no multiple of 16 bytes, count as one. None, in the tables of OF_PRECISION, is no tile.
+    """
 
-    plain: Config
-    one: Config
-    several: Config
+    plain: Config | None
+    one: Config | None
+    several: Config | None
     mask: Config | None = None  # for this feature alone, if it differs from `one`
     alibi: Config | None = None
     softcap: Config | None = None
@@ -190,13 +191,98 @@ FLOAT32: Table = {  # IEEE products are FMAs of every thread: small tiles, on ev
 }
 # fmt: on
 
+# float32 on tensor cores: in parts (kernels/tile.py), and in tf32
+# fmt: off
+AMPERE_PARTS: Table = {  # of tf32 on sm_80: right sides are in registers, so tiles are narrow
+    ("forward", 64): R(C(64, 32, 4, 2), C(64, 32, 4, 2), None),
+    ("forward", 128): R(C(128, 16, 8, 2), C(128, 16, 8, 2), None),
+    ("dq", 64): R(C(64, 16, 4, 2), C(64, 16, 4, 2), None),
+    ("dq", 128): R(C(32, 32, 8, 1), None, None),
+    ("dkv", 64): R(C(16, 64, 4, 2), C(16, 64, 4, 2), None),
+    ("dk", 128): R(C(32, 32, 8, 1), None, None),
+    ("dv", 128): R(C(16, 128, 8, 2), None, None),
+    ("decode", 64): R(C(16, 32, 2, 2), C(16, 32, 2, 2), None),
+    ("decode", 128): R(C(16, 32, 4, 2), C(16, 32, 4, 2), None),
+}
+HOPPER_PARTS: Table = {  # of bfloat16 on sm_90. Tiles of plain calls, but decoding, were timed
+    ("forward", 64): R(C(128, 128, 8, 2), C(128, 64, 8, 2), C(128, 64, 8, 2)),
+    ("forward", 128): R(C(128, 64, 8, 1), C(128, 64, 8, 1), C(128, 32, 8, 2)),
+    ("dq", 64): R(C(128, 64, 8, 2), C(128, 64, 8, 2), C(128, 32, 8, 2)),
+    ("dq", 128): same(C(128, 32, 8, 1)),
+    ("dkv", 64): R(C(32, 64, 4, 2), C(32, 128, 8, 2), C(32, 128, 8, 2)),
+    ("dk", 128): same(C(32, 128, 8, 1)),
+    ("dv", 128): R(C(64, 128, 8, 1), C(64, 128, 8, 1), C(32, 128, 8, 1)),
+    ("decode", 64): same(C(16, 32, 2, 2)),
+    ("decode", 128): same(C(16, 32, 4, 2)),
+}
+AMPERE_TF32: Table = {  # one product of tf32 on sm_80
+    ("forward", 64): R(C(128, 64, 4, 2), C(128, 64, 8, 2), None),
+    ("forward", 128): R(C(128, 64, 8, 2), C(128, 32, 8, 2), None),
+    ("dq", 64): R(C(128, 32, 8, 2), C(128, 32, 8, 2), None),
+    ("dq", 128): R(C(128, 16, 8, 2), None, None),
+    ("dkv", 64): R(C(32, 128, 8, 2), C(32, 128, 8, 2), None),
+    ("dkv", 128): R(C(32, 64, 8, 2), None, None),
+}
+HOPPER_TF32: Table = {  # one product of tf32 on sm_90. Tiles of plain calls were timed
+    ("forward", 64): R(C(128, 128, 8, 2), C(128, 128, 8, 2), C(128, 64, 8, 2),
+        mask=C(128, 64, 8, 2)),
+    ("forward", 128): R(C(128, 64, 8, 2), C(128, 64, 8, 2), C(128, 32, 8, 2),
+        mask=C(128, 32, 8, 2)),
+    ("dq", 64): same(C(128, 64, 8, 2)),
+    ("dq", 128): same(C(128, 32, 8, 2)),
+    ("dkv", 64): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 128, 8, 2), dropout=C(32, 128, 8, 2)),
+    ("dk", 128): R(C(32, 128, 8, 2), C(32, 128, 8, 2), C(32, 128, 8, 1), mask=C(32, 128, 8, 1)),
+    ("dv", 128): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 128, 8, 2), mask=C(32, 128, 8, 2)),
+}
+# fmt: on
+
+# How a chip multiplies float32 in parts (kernels/tile.py). Others take IEEE products: on sm_86, 89
+# and 120 three products of tf32 take longer; on sm_100 most such tiles spill registers in loops.
+PARTS = {80: "tf32x3", 90: "bf16x6"}
+OF_PRECISION = {  # where a precision has no tile, FLOAT32's serves: for IEEE products or tf32
+    (80, "tf32x3"): AMPERE_PARTS,
+    (90, "bf16x6"): HOPPER_PARTS,
+    (80, "tf32"): AMPERE_TF32,
+    (90, "tf32"): HOPPER_TF32,
+}
+
 BY_ROWS = C(32, 32, 4, 1)  # for passes without products
 WITHOUT_PRODUCTS = ("delta", "rates", "combine", "index_check")
 READING = dict(warps=8, stages=2)  # to read a mask for its structure: no products either
 TABLES = {80: AMPERE, 86: SMALL, 90: HOPPER, 100: BLACKWELL, 120: SMALL}  # 16-bit, by arch
 
 
-def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[str]) -> Config:
+def precision(arch: int, asked: str) -> str:
+    """`Flags.precision` of float32 on a chip if the user asks for "parts", "tf32" or "ieee"."""
+    return PARTS.get(arch, "ieee") if asked == "parts" else asked
+
+
+def of_precision(
+    which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[str], precision: str
+) -> Config | None:
+    """The tile of one pass in a table of its precision; None if it has none there."""
+    table = OF_PRECISION.get((arch, precision)) if itemsize == 4 else None
+    row = _of_pass(table, which, head_dim) if table else None
+    return _of_features(row, busy) if row else None
+
+
+def products(
+    which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[str], precision: str
+) -> str:
+    """How one pass of a call with this precision multiplies: by IEEE where parts have no tile.
+    Errors of both are small beside the budget of float32, so passes of a call may differ."""
+    mine = of_precision(which, arch, itemsize, head_dim, busy, precision)
+    return precision if mine or precision not in PARTS.values() else "ieee"
+
+
+def config(
+    which: str,
+    arch: int,
+    itemsize: int,
+    head_dim: int,
+    busy: Sequence[str],
+    precision: str = "ieee",
+) -> Config:
     """The tile of one pass.
 
     arch is 90 for compute capability 9.0, or 0 for the interpreter; itemsize is the inputs', in
@@ -211,9 +297,15 @@ def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[s
     if which == "dq_captured":  # dq, and words of 64 bits for every score
         tile = config("dq", arch, itemsize, head_dim, (*busy, "captured"))
         return tile._replace(BN=max(16, tile.BN // 2))
-    table = _table(arch, itemsize)
-    end = "_t" if which.endswith("_t") else ""
-    row = next(r for x in (which, f"dkv{end}", f"dk{end}") if (r := _row(table, x, head_dim)))
+    if tile := of_precision(which, arch, itemsize, head_dim, busy, precision):
+        return tile
+    row = _of_pass(_table(arch, itemsize), which, head_dim)
+    tile = _of_features(row, busy) if row else None
+    assert tile is not None, "these tables have every pass and feature"
+    return tile
+
+
+def _of_features(row: Row, busy: Sequence[str]) -> Config | None:
     if not busy:
         return row.plain
     if len(busy) > 1 or busy[0] not in (*FEATURES, "narrow"):
@@ -241,10 +333,21 @@ def structured(heads: int, planes: int, M: int, N: int) -> bool:
     return M > DECODE_ROWS and shared and heads * M * N >= STRUCTURED
 
 
-def apart(arch: int, itemsize: int, head_dim: int, which: str = "dk") -> bool:
+def apart(
+    arch: int,
+    itemsize: int,
+    head_dim: int,
+    busy: Sequence[str] = (),
+    precision: str = "ieee",
+    which: str = "dk",
+) -> bool:
     """True if dK and dV take two launches, because their sums together need too many registers.
     which: dk, or dk_t for their tangents."""
-    return bool(arch) and _row(_table(arch, itemsize), which, head_dim) is not None
+    if not arch:
+        return False
+    mine = of_precision(which, arch, itemsize, head_dim, busy, precision)
+    table = OF_PRECISION[arch, precision] if mine else _table(arch, itemsize)
+    return _row(table, which, head_dim) is not None
 
 
 def _table(arch: int, itemsize: int) -> Table:
@@ -262,6 +365,13 @@ def _row(table: Table, which: str, head_dim: int) -> Row | None:
         if d >= head_dim and near and (row := table.get((which, d))):
             return row
     return None
+
+
+def _of_pass(table: Table, which: str, head_dim: int) -> Row | None:
+    """The row of a pass: that of dkv where dk or dv have none, and of dk where dkv has none."""
+    stem, end = which.removesuffix("_t"), "_t" if which.endswith("_t") else ""
+    names = (which, f"dkv{end}", f"dk{end}") if stem in ("dkv", "dk", "dv") else (which,)
+    return next((row for x in names if (row := _row(table, x, head_dim))), None)
 
 
 def candidates(which: str, tile: Config) -> list[Config]:
