@@ -81,6 +81,7 @@ struct FaParams {
   int64_t constant_lse;    // weights backward: do not differentiate the normaliser
   int64_t row_invariant;   // a row's result has the same bits among any other rows: the paths for
                            // few rows are not used
+  int64_t deterministic;   // gradients have the same bits in every run
   // The position of this call in a larger one: its first row, key, head and item there, and how
   // many rows and keys follow its own. Lengths are the larger call's; positions of dropout count
   // from its start.
@@ -112,7 +113,7 @@ struct FaParams {
 #define FA_FIELDS                                                                            \
   "q k v mask slopes sinks k_scale v_scale lse out weights dq dk dv dmask dsinks dout dlse " \
   "dweights lengths seed cu_q cu_k pages workspace B H Hk M N D Dv left right bottom_right " \
-  "average_heads constant_lse row_invariant at_row at_key at_head at_item rows_after "       \
+  "average_heads constant_lse row_invariant deterministic at_row at_key at_head at_item rows_after "       \
   "keys_after T S P page blocks threads scale softcap dropout_p q_t k_t v_t mask_t sinks_t "  \
   "out_t lse_t dout_t dlse_t items_again heads_again "                                          \
   "out_size lse_size weights_size dq_size dk_size dv_size dmask_size dsinks_size out_t_size "  \

@@ -62,7 +62,7 @@ IN_TOKENS = TOKENS, TOKENS
 _MASK, *_AS_GIVEN, _SEED = (name for name in Tensors._field_defaults if name in DEFAULTS)
 # The fastest way from arguments to `Tensors`, which compilers cannot trace.
 _as_given = operator.itemgetter(*_AS_GIVEN)
-_SCALARS = "causal", "dropout_p", "scale", "softcap", "backend", "row_invariant"
+_SCALARS = "causal", "dropout_p", "scale", "softcap", "backend", "row_invariant", "deterministic"
 _scalars = operator.itemgetter(*_SCALARS)
 _tensors = functools.partial(tuple.__new__, Tensors)
 _ABSENT = (None,) * (len(Tensors._fields) - len("qkv") - 2 - len(_AS_GIVEN))
@@ -525,7 +525,10 @@ def prepare(
     compiling = is_compiling()
     window, mask, seed = given["window"], given["mask"], given["seed"]
     scalars = [given[name] for name in _SCALARS] if compiling else _scalars(given)
-    scalars = *scalars, orders
+    if given["deterministic"] is None:
+        scalars = *scalars[:-1], torch.are_deterministic_algorithms_enabled(), orders
+    else:
+        scalars = *scalars, orders
     may_be_a_part = compiling or F.scaled_dot_product_attention is not context_parallel.TORCHS
     if may_be_a_part and given["place"] is None and context_parallel.is_inside():
         raise RuntimeError(f"{function}: {context_parallel.WORDS}")
@@ -712,6 +715,7 @@ def _options(
     softcap: Any,
     backend: Any,
     row_invariant: Any,
+    deterministic: Any,
     orders: Any,
     left: Any = None,
     right: Any = None,
@@ -724,10 +728,11 @@ def _options(
     softcap = None if softcap is None else real("softcap", softcap)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: got {backend!r}, expected a name, or None for the best")
-    row_invariant = flag("row_invariant", row_invariant)
     fields = scale, aligned, left, right, softcap, dropout_p, backend or ""
-    lies = dict(zip(Options._fields[-len(Place._fields) :], place), row_invariant=row_invariant)
+    lies = dict(zip(Options._fields[-len(Place._fields) :], place))
     lies |= dict(zip(("out_order", "grad_order"), orders))
+    flags = dict(row_invariant=row_invariant, deterministic=deterministic)
+    lies |= {name: flag(name, x) for name, x in flags.items()}
     return Options(*fields, **lies), Options(*fields, grad=True, **lies)
 
 

@@ -66,19 +66,16 @@ class Rule(NamedTuple):
 _HALF = frozenset({torch.bfloat16, torch.float16})
 # What the loops of plain kernels compute, as they have no code for anything else.
 _PLAIN = Feature.BAND | Feature.LENGTHS | Feature.SINKS | Feature.GQA | Feature.PACKED
-_H100 = ("nvidia-h100-80gb-hbm3.json",)
+_FORWARD, _TRAINING = ("forward",), ("forward", "backward")
 
 
-def _on_hopper(passes: tuple[str, ...], head_dims: tuple[int, int], features: Feature) -> Rule:
-    return Rule(90, passes, head_dims, features, _HALF, "cuda", "sm_90", "triton", _H100)
+def _on_hopper(passes: tuple[str, ...], head_dims: tuple[int, int], evidence: str) -> Rule:
+    return Rule(90, passes, head_dims, _PLAIN, _HALF, "cuda", "sm_90", "triton", (evidence,))
 
 
-# Measured on an H100: at D 128, Triton is faster backward where a band hides keys of long
-# sequences, and at D 256 it is faster forward.
 RULES: list[Rule] = [
-    _on_hopper(("forward", "backward"), (33, 64), _PLAIN),
-    _on_hopper(("forward", "backward"), (65, 128), _PLAIN & ~Feature.BAND),
-    _on_hopper(("forward",), (33, 192), _PLAIN),
+    _on_hopper(_TRAINING, (33, 128), "gpu/nvidia-h200-experiments.json"),
+    _on_hopper(_FORWARD, (33, 192), "nvidia-h100-80gb-hbm3.json"),
 ]
 
 

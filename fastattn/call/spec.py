@@ -267,6 +267,7 @@ class CacheArguments(MaskArguments, total=False):
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
     row_invariant: bool
+    deterministic: bool | None
     backend: str | None
 
 
@@ -364,6 +365,12 @@ PUBLIC = {  # in the order of signatures
         "token by token, in chunks or at once gives the same bits. This turns off the kernels for "
         "few rows. If False, only the results of those kernels differ, in the last bits."
     ),
+    "deterministic": Public(
+        "If True, gradients have the same bits in every run. If False, the CUDA kernels of compute "
+        "capability 9.0 may add the sums of q's gradient in any order, which makes backward up to "
+        "a fifth faster; all others have one order. If None, "
+        "torch.are_deterministic_algorithms_enabled() decides."
+    ),
     "backend": Public(
         "Run on this backend, or raise. None takes the first backend that can run the call. See "
         "`fastattn.explain`."
@@ -390,6 +397,7 @@ class Options(NamedTuple):
     max_q: int | None = None  # packed batch: no sequence has more rows (max_k: more keys)
     max_k: int | None = None
     row_invariant: bool = False
+    deterministic: bool = False
     acc_dtype_out: bool = False  # attention only: results in `acc_dtype`, to be added to others
     out_order: str = TOKENS  # out's dimensions in memory, the outermost first; D is the innermost
     grad_order: str = TOKENS  # the same of the gradients of q, k and v; "M" is rows or keys
@@ -530,6 +538,7 @@ class AttentionSpec:
     average_heads: bool = False
     constant_lse: bool = False
     row_invariant: bool = False
+    deterministic: bool = False
     acc_dtype_out: bool = False  # out and gradients are stored in `acc_dtype`
     out_order: str = TOKENS
     grad_order: str = TOKENS
@@ -641,7 +650,7 @@ DROPOUT_PERIODS = ("dropout_batch_period", "dropout_head_period")
 # WHOLE and the REAL ones.
 WHOLE = (
     *("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right", "bottom_right"),
-    *("average_heads", "constant_lse", "row_invariant"),
+    *("average_heads", "constant_lse", "row_invariant", "deterministic"),
     *PLACED,
     *("T", "S", "P", "page", "blocks"),
 )

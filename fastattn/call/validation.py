@@ -44,6 +44,7 @@ AS_GIVEN = (
     "average_heads",
     "constant_lse",
     "row_invariant",
+    "deterministic",
     "out_order",
     "grad_order",
     "score_mod",

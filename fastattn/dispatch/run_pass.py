@@ -109,6 +109,7 @@ def arguments(
 
 # Saved programs call forward operators by position: what came after the first of them stands last.
 _LATER = {"captured_floats", "captured_ints", "mask_blocks", "score_mod", "captured_sizes"}
+_LATER |= {"deterministic"}
 _NAMES = (*Tensors._fields, *Options._fields)
 _ORDER = sorted(range(len(_NAMES)), key=lambda at: _NAMES[at] in _LATER)
 

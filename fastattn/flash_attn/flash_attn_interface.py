@@ -61,7 +61,7 @@ def flash_attn_func(
             below 0 is no limit.
         softcap: Replace a score s by softcap tanh(s / softcap). 0.0 is off.
         alibi_slopes: Subtract slope |i' - j| from the score of row i and key j.
-        deterministic: Accepted and ignored: results are always deterministic.
+        deterministic: If False, torch.are_deterministic_algorithms_enabled() decides.
         return_attn_probs: If True, also return softmax_lse and S_dmask.
         s_aux: One more logit in each row's denominator, for each head. It has a gradient.
             flash-attn does not have this argument.
@@ -94,7 +94,7 @@ def flash_attn_func(
         (torch.Size([1, 5, 4, 8]), torch.Size([1, 4, 5]))
     """
     scores = softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
-    arguments = arguments_of(*scores, dropout_p)
+    arguments = arguments_of(*scores, dropout_p, deterministic)
     with in_their_names():
         results = dense(q, k, v, arguments, return_attn_probs)
     return results if return_attn_probs else results[0]
@@ -266,7 +266,7 @@ def flash_attn_varlen_func(
         >>> torch.testing.assert_close(out[:3], first[0])
     """
     scores = softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
-    arguments = arguments_of(*scores, dropout_p)
+    arguments = arguments_of(*scores, dropout_p, deterministic)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         need_integers(name, x, ("batch + 1",))
     where = cu_seqlens_k if block_table is None else (block_table, cu_seqlens_k.diff())

@@ -133,7 +133,7 @@ def _flash_attn_backward(
     """Write dq (B,M,H,D), dk (B,N,Hk,D), dv (B,N,Hk,Dv); return the row sums (B,H,M)."""
     window = window_size_left, window_size_right
     scores = softmax_scale, causal, window, softcap, alibi_slopes
-    arguments = arguments_of(*scores, dropout_p=dropout_p)
+    arguments = arguments_of(*scores, dropout_p=dropout_p, deterministic=deterministic)
     arguments = _drawn_before(arguments, rng_state)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     with in_their_names():
@@ -172,7 +172,7 @@ def _flash_attn_varlen_backward(
     """Write dq (T,H,D), dk (S,Hk,D), dv (S,Hk,Dv); return the row sums (H,T)."""
     window = window_size_left, window_size_right
     scores = softmax_scale, causal, window, softcap, alibi_slopes
-    arguments = arguments_of(*scores, dropout_p=dropout_p)
+    arguments = arguments_of(*scores, dropout_p=dropout_p, deterministic=deterministic)
     arguments = _drawn_before(arguments, rng_state)
     where = cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k, None, None
     with in_their_names():

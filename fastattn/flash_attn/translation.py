@@ -31,6 +31,7 @@ def arguments_of(
     alibi_slopes: Tensor | None,
     s_aux: Tensor | None = None,
     dropout_p: float = 0.0,
+    deterministic: bool = False,
 ) -> Arguments:
     window = _window(window_size)
     return dict(
@@ -42,6 +43,7 @@ def arguments_of(
         softcap=softcap if softcap is not None and softcap > 0 else None,
         alibi_slopes=alibi_slopes,
         sinks=s_aux,
+        deterministic=deterministic or None,
     )
 
 

@@ -36,7 +36,7 @@ RULE = Rule(
     backend="cuda",
     kernels="sm_90",
     instead_of="triton",
-    evidence=("nvidia-h100-80gb-hbm3.json",),
+    evidence=("gpu/nvidia-h200-experiments.json",),
 )
 SIZES = dict(B=1, H=2, Hk=2, M=300, N=300, D=64, Dv=64, scale=1.0, dtype=torch.bfloat16)
 CALL = AttentionSpec(**SIZES, device="cuda", needs_grad=True)
@@ -180,7 +180,7 @@ def test_a_plan_is_of_the_device_of_its_tensors(monkeypatch):
         (True, 64, 64, {}, "cuda"),
         (True, 64, 64, dict(right=0), "cuda"),
         (True, 128, 128, {}, "cuda"),
-        (True, 128, 128, dict(right=0), "triton"),
+        (True, 128, 128, dict(right=0), "cuda"),
         (True, 80, 64, {}, "cuda"),
         (True, 32, 32, {}, "triton"),
         (True, 136, 64, {}, "triton"),
@@ -214,11 +214,10 @@ def cells_of(rule, files):
         alike = cell["mask"] in ("full", "causal") and not banded & ~rule.features
         decided = least <= cell["D"] <= most and cell["pass"] in rule.passes
         for timing in cell["timings"] if alike and decided else ():
-            ours, theirs = (
-                timing["peers"][f"fastattn-{x}"]["median_ms"]
-                for x in (rule.backend, rule.instead_of)
-            )
-            yield cell, theirs / ours
+            peers = [f"fastattn-{x}" for x in (rule.backend, rule.instead_of)]
+            if all(x in timing["peers"] for x in peers):
+                ours, theirs = (timing["peers"][x]["median_ms"] for x in peers)
+                yield cell, theirs / ours
 
 
 def complaints(rule):
@@ -243,9 +242,9 @@ def test_a_rule_against_its_evidence_is_noticed():
     swapped = rule._replace(backend="triton", instead_of="cuda")
     assert len(complaints(swapped)) == len(list(cells_of(rule, rule.evidence))) > 8
     assert complaints(rule._replace(evidence=())) == ["forward was not timed"]
-    (training,) = (x for x in RULES if x.head_dims == (65, 128))
-    banded = training._replace(features=training.features | Feature.BAND)
-    assert "backward D128 N8192 causal: 0.7" in str(complaints(banded))
+    (training,) = (x for x in RULES if len(x.passes) == 2)
+    before = training._replace(evidence=rule.evidence)  # the kernels that an H100 ran
+    assert "backward D128 N8192 causal: 0.7" in str(complaints(before))
 
 
 # -------------------------------------------------------------- what explain and the report print

@@ -118,6 +118,8 @@ def of_scores(draw, row, B, H, M, N):
         tensors["table"] = draw.randn(H, span(row), dtype=draw.wide)
     if row.get("row_invariant"):
         given["row_invariant"] = True
+    if "deterministic" in row:  # also False: torch's flag, which is the default, is set in tests
+        given["deterministic"] = row["deterministic"]
     if row["lse"] != "no":
         given["return_lse"] = True
     return tensors, given

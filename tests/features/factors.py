@@ -55,6 +55,7 @@ DENSE = {
     **IN_MEMORY,
     "dout_layout": LAYOUTS,
     "row_invariant": (False, True),
+    "deterministic": (False, True),
     # A call without a gradient, an LSE or any argument of score takes a way of its own.
     "way": ("any", "short"),
 }
@@ -71,6 +72,7 @@ PACKED = {
     "qv": ("no", "apart", "adjacent"),
     **IN_MEMORY,
     "row_invariant": (False, True),
+    "deterministic": (False, True),
 }
 PAGED = {
     **{name: levels for name, levels in PACKED.items() if name not in ("lengths",)},
@@ -118,7 +120,8 @@ CACHE = {
 RANKS = {
     name: levels
     for name, levels in DENSE.items()
-    if name not in ("place", "qv", "mod", "grad", "way", "row_invariant", "dout_layout")
+    if name
+    not in ("place", "qv", "mod", "grad", "way", "row_invariant", "deterministic", "dout_layout")
 } | {
     "M": (63, 1, 5, 130),
     "N": (63, 1, 9, 130),
@@ -155,7 +158,7 @@ FEW_BITS = PAGED["stored"][1:]
 # tensor of `spec.Tensors`.
 FACTOR_OF = {
     **{name: name for name in ("mask", "causal", "window", "softcap", "sinks", "scale", "place")},
-    **{name: name for name in ("row_invariant", "qv", "block")},
+    **{name: name for name in ("row_invariant", "deterministic", "qv", "block")},
     **dict(q="q_layout", k="k_layout", v="v_layout", key_lengths="lengths", alibi_slopes="alibi"),
     **dict(dropout_p="dropout", seed="dropout", score_mod="mod", mask_mod="mod", cu_q="index"),
     **dict(cu_k="index", block_table="pages", max_q="longest", max_k="longest", indices="named"),

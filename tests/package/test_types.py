@@ -105,7 +105,7 @@ def test_types_and_signatures_have_the_arguments_of_the_table():
     assert shown(fastattn.attention) == [*PUBLIC, "qv"]
     of_cache = {x: y for x, y in every.items() if x not in ("causal", "key_lengths")}
     assert typing.get_type_hints(cache.CacheArguments) == of_cache
-    lacking = ("row_invariant", "backend", "score_mod", "mask_mod")
+    lacking = ("row_invariant", "deterministic", "backend", "score_mod", "mask_mod")
     of_reference = {x: y for x, y in every.items() if x not in lacking}
     hints = typing.get_type_hints(reference.Arguments)
     own_alone = ("again", "score_mod")

@@ -7,7 +7,7 @@
 namespace fa {
 namespace sm80 {
 
-constexpr int kRowThreads = 128;
+constexpr int kRowThreads = 128, kRowLanes = 4;
 
 // The sum over the lanes of a warp, in one order.
 FA_DEVICE float warp_sum(float x) {
@@ -24,39 +24,83 @@ struct StateForm {
   }
 };
 
+// Are the rows of x at multiples of 16 bytes, with adjacent columns?
+FA_DEVICE bool in_chunks(const FaTensor& x, int64_t columns) {
+  const int64_t* stride = x.stride;
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && stride[3] == 1 &&
+         (stride[0] | stride[1] | stride[2] | columns) % 8 == 0;
+}
+
+// A lane's part of the product of two rows: every kRowLanes-th chunk of 16 bytes from its own on, two
+// of each row at a time, so that more bytes are on their way; else single elements.
+template <class Type>
+FA_DEVICE float row_product(const uint16_t* x, const uint16_t* y, const FaTensor& of_x,
+                            const FaTensor& of_y, int columns, int lane) {
+  float sum = 0.0f;
+  const auto add = [&](uint16_t a, uint16_t b) {
+    sum = fmaf(ptx::widen(Type(), a), ptx::widen(Type(), b), sum);
+  };
+  if (!in_chunks(of_x, columns) || !in_chunks(of_y, columns)) {
+    for (int d = lane; d < columns; d += kRowLanes)
+      add(x[d * of_x.stride[3]], y[d * of_y.stride[3]]);
+    return sum;
+  }
+  const auto *xs = reinterpret_cast<const uint4*>(x), *ys = reinterpret_cast<const uint4*>(y);
+  const int chunks = columns / 8;
+  for (int chunk = lane; chunk < chunks; chunk += 2 * kRowLanes) {
+    const bool two = chunk + kRowLanes < chunks;
+    const int next = two ? chunk + kRowLanes : chunk;
+    const uint4 a[2] = {xs[chunk], xs[next]}, b[2] = {ys[chunk], ys[next]};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i == 1 && !two) break;
+      const uint32_t as[] = {a[i].x, a[i].y, a[i].z, a[i].w};
+      const uint32_t bs[] = {b[i].x, b[i].y, b[i].z, b[i].w};
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        add(static_cast<uint16_t>(as[j / 2] >> j % 2 * 16),
+            static_cast<uint16_t>(bs[j / 2] >> j % 2 * 16));
+    }
+  }
+  return sum;
+}
+
 // The states of all rows: their normalisers, and delta[b, h, i] = sum over d of dout * out, less
-// dlse, which is subtracted from every dp of the row. 0 if there is no output. A warp for each row.
+// dlse, which is subtracted from every dp of the row. 0 if there is no output. kRowLanes lanes for
+// each row.
 template <class Type, bool general, class Form>
 FA_DEVICE void put_states(const FaParams& batch, float* workspace) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + warp;
-  const int64_t rows = padded_rows(batch, Form::kTile);
-  const int64_t i = at % rows, h = at / rows % batch.H, b = at / rows / batch.H;
-  const Item p(batch, b);
+  const unsigned at = blockIdx.x * (kRowThreads / kRowLanes) + threadIdx.x / kRowLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
+  const auto rows = static_cast<unsigned>(padded_rows(batch, Form::kTile));
+  const auto heads = static_cast<unsigned>(batch.H);
+  const int64_t i = at % rows, h = at / rows % heads, b = at / rows / heads;
+  const Item p(batch, least(b, batch.B - 1));
   const Turns turns(workspace);  // none is taken yet
-  if (at == 0) turns.clear(batch);
-  if (i >= padded_rows(p, Form::kTile)) return;  // another item is longer
-  if (lane == 0) turns.clear(item_begins(p, b, h, Form::kTile) + i);
-  const RowStates states(p, workspace, b, h, Form::kTile);
-  if (i >= p.M) {
-    if (lane == 0) states.set(i, Form::of(p, {INFINITY, 0.0f}, 0.0f));
-    return;
-  }
-  const auto row_of = [&](const FaTensor& x) {
-    return static_cast<const uint16_t*>(x.data) + b * x.stride[0] + h * x.stride[1] +
-           i * x.stride[2];
-  };
-  const uint16_t *out = row_of(p.out), *dout = row_of(p.dout);
-  float sum = 0.0f;
-  for (int64_t d = lane; d < p.Dv; d += 32)
-    sum = fmaf(ptx::widen(Type(), out[d * p.out.stride[3]]),
-               ptx::widen(Type(), dout[d * p.dout.stride[3]]), sum);
-  sum = warp_sum(sum);
-  if (p.dlse.data) {
+  if (blockIdx.x == 0 && threadIdx.x < 32) turns.clear(batch);
+  const bool padded = b < batch.B && i < padded_rows(p, Form::kTile);  // else an item is longer
+  const bool exists = padded && i < p.M;
+  float sum = 0.0f, dlse = 0.0f;
+  Normaliser normaliser = {INFINITY, 0.0f};
+  if (exists && lane == 0) {  // on their way together with the rows
+    normaliser = Normalisers(p, b, h).at<general>(i);
     const int64_t* stride = p.dlse.stride;
-    sum -= read(p.dlse, b * stride[0] + h * stride[1] + i * stride[2]);
+    if (p.dlse.data) dlse = read(p.dlse, b * stride[0] + h * stride[1] + i * stride[2]);
   }
-  if (lane == 0) states.set(i, Form::of(p, Normalisers(p, b, h).at<general>(i), -sum));
+  if (exists) {
+    const auto row_of = [&](const FaTensor& x) {
+      return static_cast<const uint16_t*>(x.data) + b * x.stride[0] + h * x.stride[1] +
+             i * x.stride[2];
+    };
+    sum = row_product<Type>(row_of(p.out), row_of(p.dout), p.out, p.dout, static_cast<int>(p.Dv),
+                            lane);
+  }
+#pragma unroll
+  for (int flip = kRowLanes / 2; flip; flip /= 2) sum += ptx::shuffle_xor(sum, flip);
+  if (!padded || lane != 0) return;
+  turns.clear(item_begins(p, b, h, Form::kTile) + i);
+  const RowStates states(p, workspace, b, h, Form::kTile);
+  states.set(i, Form::of(p, normaliser, exists ? dlse - sum : 0.0f));
 }
 
 template <class Type, bool general>
@@ -101,10 +145,10 @@ __global__ void __launch_bounds__(threads)
 
 template <class Form, class Kernel>
 int start_states(Kernel kernel, const FaParams& p, float* workspace, void* stream) {
-  constexpr int warps = kRowThreads / 32;
-  static_assert(Form::kTile % warps == 0, "blocks would be left over");
-  return launch_blocks("delta_kernel", kernel, p.B * p.H * padded_rows(p, Form::kTile) / warps,
-                       kRowThreads, 0, stream, p, workspace);
+  constexpr int of_block = kRowThreads / kRowLanes;
+  const int64_t rows = p.B * p.H * padded_rows(p, Form::kTile);
+  return launch_blocks("delta_kernel", kernel, (rows + of_block - 1) / of_block, kRowThreads, 0,
+                       stream, p, workspace);
 }
 
 template <class Kernel>

@@ -34,9 +34,10 @@ struct Turns {
     if (at % kRowsATurn == 0) words[kTaskWords + at / kRowsATurn] = 0;
   }
   FA_DEVICE bool fall(const FaParams& batch) const { return batch.cu_q && words[1]; }
+  FA_DEVICE unsigned next_ticket() const { return ptx::fetch_add(words, 1); }
   // The task of the calling block, for all of its threads; `shared` has room for it.
   FA_DEVICE unsigned begin(unsigned* shared) const {
-    if (threadIdx.x == 0) *shared = ptx::fetch_add(words, 1);
+    if (threadIdx.x == 0) *shared = next_ticket();
     ptx::block_sync("turns: all know their task");
     return *shared;
   }

@@ -7,7 +7,7 @@
 //
 // The rows of all query heads that read a key head pass one after the other. In the first warpgroup
 // one thread asks for boxes of k and q, one for those of v and dout, and a warp for each half of dq
-// adds it to the sums of other blocks in global memory, in turn (dq_accum.cuh).
+// adds it to the sums of other blocks in global memory (dq_accum.cuh).
 #pragma once
 #include "../sm80/score_gradient.cuh"
 #include "clear_rows.cuh"
@@ -125,10 +125,13 @@ FA_DEVICE void put_scores(uint32_t to, const LeftSides<n>& ds) {
   ptx::async_proxy_fence("backward: products see this ds");
 }
 
-// A tile of dq for the warp that adds it to the sums in memory.
-template <int n>
-FA_DEVICE void send_queries(unsigned char* sums, const float (&dq)[n][4], int mine) {
-  const int half = ptx::anew(mine);  // numbers of barriers need no registers before
+// A tile of dq for the warp that adds it to the sums in memory. What is computed again needs no
+// registers before.
+template <int half_bytes, int n>
+FA_DEVICE void send_queries(unsigned char* memory, const float (&dq)[n][4]) {
+  const int again = static_cast<int>(ptx::thread_anew()) - kWarpgroup;
+  const int half = again / kWarpgroup;
+  unsigned char* const sums = memory + half * half_bytes + again % kWarpgroup * 16;
   ptx::barrier_sync("backward: the last dq is sent", kHalfFree + half, kWarpgroup + 32);
 #pragma unroll
   for (int j = 0; j < n; ++j)
@@ -139,10 +142,9 @@ FA_DEVICE void send_queries(unsigned char* sums, const float (&dq)[n][4], int mi
 
 // The sums of a block. What is computed again needs no registers before.
 template <class B>
-FA_DEVICE void store_sums(const FaParams& batch, const KeySchedule& schedule, unsigned ticket,
-                          float (&dk)[B::kD / 8][4], float (&dv)[B::kD / 8][4]) {
+FA_DEVICE void store_sums(const FaParams& batch, const KeyTask& own, float (&dk)[B::kD / 8][4],
+                          float (&dv)[B::kD / 8][4]) {
   using Type = typename B::Type;
-  const KeyTask own(schedule, ticket);
   const Item of(batch, own.b);
   const int again = static_cast<int>(ptx::thread_anew()) - kWarpgroup;
   const int key = own.first_key + again / 32 * 16 + again % 32 / 4, columns = 2 * (again % 4);
@@ -162,13 +164,18 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
   constexpr int kFours = B::kRows / 8;
   FA_SHARED_MEMORY(shared);
   const BackwardMemory<B> memory(shared);
-  if (threadIdx.x == 0) memory.init();
   const sm80::Turns turns(workspace);
-  const KeyTask task(schedule, turns.begin(memory.ticket()));
+  if (threadIdx.x == 0) {
+    memory.init();
+    memory.task() = KeyTask::of(schedule, turns.next_ticket());
+  }
+  ptx::block_sync("backward: all know their task");
+  const KeyTask task = {warp_uniform(memory.task().b), warp_uniform(memory.task().hk),
+                        warp_uniform(memory.task().first_key)};
   const Item p(batch, task.b);
   if (warp_uniform(task.first_key >= p.N)) return;  // another item is longer
   if (warp_uniform(turns.fall(batch))) return;
-  const RowTiles tiles = RowTiles::of<B::kRows>(p, task);
+  const RowTiles tiles = RowTiles::of<B::kRows, B::kBanded>(p, task);
   const int group = warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   if (group == 0) {
     ptx::fewer_registers<B::kFewRegisters>("backward: registers for others");
@@ -186,22 +193,20 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
 
   const int mine = group - 1, lane = static_cast<int>(threadIdx.x) % 32;
   const KeyConsumer<B> consumer = {memory, mine};
-  const int thread = consumer.thread(), warp = thread / 32;
+  const int warp = consumer.thread() / 32;
   const int key_below = kGroupRows * mine + 16 * warp + lane / 4;  // and + 8
   const int column = 2 * (lane % 4);
   const Visible visible(p, task.b);
   const float to_log2 = static_cast<float>(p.scale) * kLog2e;
-  // This lane's part of ds in shared memory, of 8 x 8 matrices, and its part of dq.
+  // This lane's part of ds in shared memory, of 8 x 8 matrices.
   const uint32_t scores = memory.scores(0) + mine * B::kRowPart + (lane / 16 * 8 + lane % 8) * 128 +
                           ((32 * warp + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
-  unsigned char* const query_sums = shared + B::kQueriesAt + mine * B::kHalfBytes + thread * 16;
   Band seen[2] = {};
   if (B::kBanded && !B::kGeneral)
     for (int half = 0; half < 2; ++half)
       seen[half] = visible.rows_of(task.first_key + key_below + 8 * half, 1 << 30);
   const auto rows = static_cast<int>(p.M);
   const int keys = warp_uniform(visible.length - task.first_key);  // of the block exist
-  const int keys_left = keys - key_below;                          // from this lane's first on
 
   float dk[B::kD / 8][4] = {}, dv[B::kD / 8][4] = {};
   Passed passed;
@@ -257,10 +262,14 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
       spread<sm80::kLevel>(s, states);
       spread<sm80::kMinusDelta>(dp, states);
       // Scores of keys past the last one begin at -inf, so that their weights are 0.
-      if (keys < B::kKeys)
+      if (keys < B::kKeys) {
+        // Computed again, so that other blocks need no register for it.
+        const int again = static_cast<int>(ptx::thread_anew()) - kWarpgroup;
+        const int keys_left = keys - again / 32 * 16 - again % 32 / 4;
         each_of(s, [&](int k, int e) {
           if (8 * (e / 2) >= keys_left) s[k][e] = -INFINITY;
         });
+      }
       ptx::fence_operand(dp);
       consumer.ask_scores(s, memory.keys(), memory.q(passed.stage()));
       ptx::mbarrier_wait("backward: rows of dout have landed", memory.dout_full(passed.stage()),
@@ -289,37 +298,40 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
     ptx::fence_operand(dv);
     if (consumer.leads())
       ptx::mbarrier_arrive("backward: dout is read", memory.dout_free(passed.stage()));
-    send_queries(query_sums, dq, mine);
+    send_queries<B::kHalfBytes>(shared + B::kQueriesAt, dq);
     ptx::products_wait<0>("backward: dk is there");
     ptx::fence_operand(dk);
     if (consumer.leads())
       ptx::mbarrier_arrive("backward: q is read", memory.q_free(passed.stage()));
     ++passed.tiles;
   };
-  const auto all = static_cast<unsigned>((tiles.end - tiles.begin) * schedule.group);
+  const auto all = static_cast<unsigned>(tiles.count() * schedule.group);
   for (int h = task.hk * schedule.group; passed.tiles < all; ++h) {
     const Head head(B::kGeneral ? batch : p, task.b, h, visible.shift);
     MaskLines mask[1];
     if constexpr (B::kGeneral)
       mask[0] = MaskLines(Places<true>{head, task.first_key + key_below, 0});
-    int tile = tiles.begin;
+    const bool reversed = B::kReversible && schedule.reversed;
+    const int way = reversed ? -1 : 1;
+    int tile = reversed ? tiles.end - 1 : tiles.begin;
     const auto to = [&](int end, auto hides) {
 #pragma unroll 1
-      for (; tile < end; ++tile) step(tile, head, mask, hides);
+      for (; tile != end; tile += way) step(tile, head, mask, hides);
     };
-    if constexpr (B::kBanded && !B::kGeneral) {
+    const int end = reversed ? tiles.begin - 1 : tiles.end;
+    if constexpr (B::kReversible) {
       // Tiles that see some keys in part, whole ones, and those at the other edge of the band.
-      for (int until = tiles.whole_begin;; until = tiles.end) {
+      for (int until = reversed ? tiles.whole_end - 1 : tiles.whole_begin;; until = end) {
         to(until, Known<true>());
-        if (tile >= tiles.end) break;
-        to(tiles.whole_end, Known<false>());
+        if (tile == end) break;
+        to(reversed ? tiles.whole_begin - 1 : tiles.whole_end, Known<false>());
       }
     } else {
-      to(tiles.end, Known<false>());
+      to(end, Known<false>());
     }
   }
 
-  store_sums<B>(batch, schedule, *memory.ticket(), dk, dv);
+  store_sums<B>(batch, memory.task(), dk, dv);
 }
 
 template <class B>

@@ -16,7 +16,7 @@ int start_gradients(const FaParams& p, float* workspace, void* stream) {
   if (!failed) failed = encode(k, p.k, keys_of(p, p.D), B::kKeys);
   if (!failed) failed = encode(v, p.v, keys_of(p, p.Dv), B::kKeys);
   if (failed) return checked(failed, "cuTensorMapEncodeTiled");
-  const KeySchedule schedule(p);
+  const KeySchedule schedule(p, B::kD, B::kBanded, B::kReversible);
   const int64_t blocks = (p.N + B::kKeys - 1) / B::kKeys * p.Hk * p.B;
   return launch_blocks("backward_kernel", backward_kernel<B>, blocks, B::kThreads, B::kSharedBytes,
                        stream, q, dout, k, v, p, schedule, workspace);

@@ -12,6 +12,8 @@ struct Backward {
   using Type = Type_;
   static constexpr int kD = kD_, kKeys = kBlockKeys;
   static constexpr bool kBanded = kBanded_, kGeneral = kGeneral_;
+  // Plain kernels with a band may take keys and rows in the reversed order (key_blocks.cuh).
+  static constexpr bool kReversible = kBanded && !kGeneral;
   static constexpr bool kOnto = !kGeneral;  // products are accumulated onto states of rows
   // What ../sm80/score_gradient.cuh asks of a kernel.
   static constexpr bool kKeysStay = true, kDeltaFirst = false, kMakesSums = true, kSecond = true;
@@ -33,8 +35,8 @@ struct Backward {
   static constexpr int kQueriesAt = kScoresAt + kStages * kScoreBytes;
   static constexpr int kStatesAt = kQueriesAt + kGroups * kHalfBytes;
   static constexpr int kBarriersAt = kStatesAt + kStages * kStateBytes;
-  static constexpr int kTicketAt = kBarriersAt + 8 * (1 + 4 * kStages);
-  static constexpr int kSharedBytes = kTicketAt + 8;
+  static constexpr int kTaskAt = kBarriersAt + 8 * (1 + 4 * kStages);
+  static constexpr int kSharedBytes = kTaskAt + static_cast<int>(sizeof(KeyTask));
   static_assert(kD == 64 || kD == 128, "no such warpgroups share dq");
   static_assert(kSharedBytes <= kMostShared, "a block has no room for these tiles");
 };
@@ -66,7 +68,7 @@ struct BackwardMemory {
   FA_DEVICE float* states(int stage) const {
     return reinterpret_cast<float*>(shared + B::kStatesAt + stage * B::kStateBytes);
   }
-  FA_DEVICE unsigned* ticket() const { return reinterpret_cast<unsigned*>(shared + B::kTicketAt); }
+  FA_DEVICE KeyTask& task() const { return *reinterpret_cast<KeyTask*>(shared + B::kTaskAt); }
   FA_DEVICE uint32_t barrier(int i) const { return base + B::kBarriersAt + 8 * i; }
   FA_DEVICE uint32_t keys_full() const { return barrier(0); }
   FA_DEVICE uint32_t q_full(int stage) const { return barrier(1 + stage); }
@@ -116,7 +118,8 @@ FA_DEVICE void load_boxes(const BackwardMemory<B>& memory, const TensorMap* of_r
   Passed passed;
   for (int h = first_head; h < first_head + schedule.group; ++h) {
 #pragma unroll 1
-    for (int tile = tiles.begin; tile < tiles.end; ++tile, ++passed.tiles) {
+    for (int i = 0; i < tiles.count(); ++i, ++passed.tiles) {
+      const int tile = tiles.at<B>(i, schedule.reversed);
       const int stage = passed.stage();
       const uint32_t free = of_q ? memory.q_free(stage) : memory.dout_free(stage);
       const uint32_t full = of_q ? memory.q_full(stage) : memory.dout_full(stage);

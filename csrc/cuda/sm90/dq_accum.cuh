@@ -1,12 +1,15 @@
 // The accumulation of dQ in the backward pass (backward.cuh). A tile's sums are in shared memory in
-// the order of threads, and bulk copies add them to those in the workspace, in float32. Blocks add
-// in turn, the last keys first, as in ../sm80/dq_accum.cuh. A later kernel rounds the sums to dq.
+// the order of threads, and bulk copies add them to those in the workspace, in float32. A
+// deterministic call's blocks add in turn, as in ../sm80/dq_accum.cuh; those of others in any order,
+// once the first one has stored its own. A later kernel rounds the sums to dq.
 #pragma once
 #include "backward_tiles.cuh"
 #include "bwd_preprocess.cuh"
 
 namespace fa {
 namespace sm90 {
+
+constexpr uint32_t kAnyBlock = ~0u;
 
 // The sums of dq in the workspace: for each tile of a query head first one warpgroup's half, then
 // the other's, four adjacent numbers of each thread at a time.
@@ -31,13 +34,17 @@ struct QueryHalf {
   }
 };
 
-// Adds one half of a block's dq to the sums of the blocks before it, tile by tile; one warp.
+// Adds one half of a block's dq to the sums of the blocks before it, tile by tile; one warp. The word
+// of a tile says which block has added last, or, in any order, that there are sums.
 template <class B>
 FA_DEVICE void add_half(uint32_t from, const FaParams& batch, const Item& p,
                         const KeySchedule& schedule, const KeyTask& task, const RowTiles& tiles,
                         float* workspace, int half) {
   const bool leads = threadIdx.x % 32 == 0;
+  const bool in_turn = schedule.in_turn;
+  const FirstTiles first = FirstTiles::of<B::kRows>(p, task, tiles, schedule.reversed);
   const auto block = static_cast<uint32_t>(task.first_key / kBlockKeys);
+  const uint32_t mine = in_turn ? block : kAnyBlock, before = in_turn ? block + 1 : kAnyBlock;
   QueryHalf<B> to(p, workspace, task.b, task.hk * schedule.group, half);
   const auto free = [half] {
     ptx::barrier_arrive("backward: the memory of dq is free", kHalfFree + half, kWarpgroup + 32);
@@ -45,13 +52,15 @@ FA_DEVICE void add_half(uint32_t from, const FaParams& batch, const Item& p,
   free();
   for (int left = schedule.group; left > 0; --left, to.next_head(batch))
 #pragma unroll 1
-    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+    for (int i = 0; i < tiles.count(); ++i) {
+      const int tile = tiles.at<B>(i, schedule.reversed);
+      const bool is_first = first.has(tile);
       ptx::barrier_sync("backward: dq is there", kHalfThere + half, kWarpgroup + 32);
       if (leads) {
-        if (tile < tiles.begins_to) {
+        if (is_first) {
           ptx::store_bytes("backward: first sums of dq", to.of(tile), from, B::kHalfBytes);
         } else {
-          ptx::wait_until("backward: the block before has added", to.turn_of(tile), block + 1);
+          ptx::wait_until("backward: the block before has added", to.turn_of(tile), before);
           ptx::async_proxy_fence_of_all("backward: bulk copies see its sums");
           ptx::add_bytes("backward: sums of dq", to.of(tile), from, B::kHalfBytes);
         }
@@ -59,11 +68,11 @@ FA_DEVICE void add_half(uint32_t from, const FaParams& batch, const Item& p,
         ptx::bulk_wait_read<0>("backward: dq is read");
       }
       ptx::warp_sync("backward: all lanes know that dq is read");
-      if (left > 1 || tile + 1 < tiles.end) free();  // the next dq is written meanwhile
-      if (leads) {
+      if (left > 1 || i + 1 < tiles.count()) free();  // the next dq is written meanwhile
+      if (leads && (in_turn || is_first)) {
         ptx::bulk_wait<0>("backward: dq is added");
         ptx::async_proxy_fence_of_all("backward: the next block sees these sums");
-        ptx::publish("backward: the next block's turn", to.turn_of(tile), block);
+        ptx::publish("backward: the next block's turn", to.turn_of(tile), mine);
       }
     }
 }

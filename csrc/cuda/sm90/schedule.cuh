@@ -21,10 +21,11 @@ struct Task {
   int b, h, first_row;
 };
 
-// All tasks of a call, longest first: with a causal band, the last rows see most keys. Heads are
-// taken `together` at a time, as many as have keys and values that fit the L2 cache. A block takes
-// every gridDim.x-th task, and of every second round the one that the last block would take, so that
-// all have about as much to do.
+// All tasks of a call. Heads are taken `together` at a time. The last heads' tasks go longest first
+// (with a causal band, the last rows see most keys), those of the heads before shortest first, and so
+// on, so that adjacent tasks are of about one length. A block takes every gridDim.x-th task, and of
+// every second round the one that the last block would take, so that all have about as much to do.
+// Were all heads' tasks longest first, some blocks could take the first tasks of all heads.
 struct Schedule {
   int tasks, blocks, together, heads;  // blocks: of a head's rows; heads: those of all items
   int key_box;                         // rows of a box of keys: those of a tile, or fewer in pages
@@ -38,7 +39,8 @@ struct Schedule {
   FA_DEVICE Task task(int turn, int rows, int64_t heads_of_item) const {
     const int at = index(turn), before = at / (blocks * together) * together;  // heads
     const int here = min(together, heads - before), own = at - before * blocks;
-    const int head = before + own % here, block = blocks - 1 - own / here;
+    const bool rises = (heads - 1 - before) / together % 2;
+    const int head = before + own % here, block = rises ? own / here : blocks - 1 - own / here;
     const int H = static_cast<int>(heads_of_item);
     return {warp_uniform(head / H), warp_uniform(head % H), warp_uniform(block * rows)};
   }

@@ -26,7 +26,7 @@ constexpr ForwardTile forward_tile(int d, int dv, bool general, bool masked) {
   }
   if (general && d <= 64) return {2, 176};     // 32 + 88 + 44;  16 + 88 KB
   if (general && d <= 128) return {2, 160};    // 64 + 80 + 40;  32 + 160 KB
-  if (d <= 64) return {2, 192};                // 32 + 96 + 48;  16 + 96 KB
+  if (d <= 64) return {3, 128};                // 32 + 64 + 32;  24 + 64 KB
   if (d <= 96) return {2, 160};                // 48 + 80 + 40;  32 + 160 KB
   if (d <= 128) return {2, 176};               // 64 + 88 + 44;  32 + 176 KB
   if (d <= 192 && dv <= 128) return {2, 128};  // 64 + 64 + 32; 48 + 160 KB

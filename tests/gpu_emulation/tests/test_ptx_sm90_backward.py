@@ -42,12 +42,16 @@ ROWS = {64: (128, 96, 64), 128: (80, 64, 48)}
 BACKWARD = "sm_90"
 
 
-def run_all(problems, declined=(), **options):
+every_order = pytest.mark.parametrize("deterministic", [True, False], ids=["turns", "any order"])
+
+
+def run_all(problems, declined=(), deterministic=True, **options):
     """Every backward pass is one of sm_90's, or declined for such a reason; and right."""
     found = []
     with on_hopper(**options) as backend:
         for problem in problems:
-            lines = Verdict(problem).complaints(fastattn.attention)
+            given = dict(deterministic=deterministic)
+            lines = Verdict(problem).complaints(fastattn.attention, **given)
             found += [f"{problem.name} {line}" for line in lines]
     backwards = backend.kernels[1::2]
     assert len(backwards) == len(problems)
@@ -70,14 +74,16 @@ def test_features(dtype, features):
 
 @pytest.mark.parametrize("name", ["", "causal", "bottom_right", "window", "lengths", "softcap"])
 @pytest.mark.parametrize("N", [1, *around(KEYS, 2 * KEYS)])
-def test_edges_of_tiles(N, name):
+@every_order
+def test_edges_of_tiles(N, name, deterministic):
     features = [FEATURE[name]] if name else []
     rows = ROWS[64][2 if name == "softcap" else name not in ("", "lengths")]
     run_all(
         [
             build(Dims(1, 1, 1, M, N, 64, 64), features, torch.bfloat16)
             for M in (17, *around(rows, 2 * rows))
-        ]
+        ],
+        deterministic=deterministic,
     )
 
 
@@ -100,11 +106,14 @@ def test_states_are_at_multiples_of_16_bytes(name):
     run_all([build(Dims(1, 1, 1, M, 70, 128, 128), features, torch.bfloat16) for M in (17, 97)])
 
 
-@pytest.mark.parametrize("name", ["", "bottom_right", "lengths", "sinks"])
-def test_heads_and_items(name):
+@pytest.mark.parametrize("name", ["", "bottom_right", "window", "lengths", "sinks", "softcap"])
+@pytest.mark.parametrize("D", [64, 128])
+@every_order
+def test_heads_and_items(name, D, deterministic):
     """Rows of several query heads pass; some blocks have no rows, and some rows no keys."""
     features = [FEATURE[name]] if name else []
-    run_all([build(Dims(2, 6, 2, 300, 210, 64, 64), features, torch.float16)])
+    problem = build(Dims(2, 6, 2, 300, 210, D, D), features, torch.float16)
+    run_all([problem], deterministic=deterministic)
 
 
 @pytest.mark.parametrize("name", ["", "bottom_right"])
@@ -118,6 +127,16 @@ def test_every_schedule_gives_the_same_bits(name):
             found.append(problem.run(fastattn.attention))
     for other in found[1:]:
         assert all(torch.equal(x, other[name]) for name, x in found[0].items())
+
+
+@pytest.mark.parametrize("name", ["", "bottom_right", "window", "softcap"])
+def test_any_order_is_right_in_every_schedule(name):
+    """A block adds to dq once another one has stored the first sums, whichever runs first."""
+    features = [FEATURE[name]] if name else []
+    problem = build(Dims(1, 2, 1, 200, 500, 64, 64), features, torch.bfloat16)
+    for seed, way in enumerate(itertools.product(SCHEDULES, (True, False))):
+        options = dict(zip(("schedule", "lazy"), way), seed=seed)
+        run_all([problem], deterministic=False, **options)
 
 
 @pytest.mark.parametrize("D, backward", [(16, "sm_90"), (136, "sm_80: its head dim is over 128")])
@@ -135,8 +154,10 @@ SIZES = ((5, 7), (0, 3), (1, 1), (137, 251), (3, 0), (17, 192), (1, 40), (97, 12
 
 
 @pytest.mark.parametrize("names", ["", "bottom_right", "window sinks", "causal alibi dropout gqa"])
-def test_packed(names):
+@every_order
+def test_packed(names, deterministic):
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, SIZES)
+    made.given["deterministic"] = deterministic
     with on_hopper() as backend:
         passed(list(complaints(made, made.run())))
     assert backend.kernels[1] == BACKWARD
@@ -225,8 +246,11 @@ def test_declined_calls_say_why_and_run(case):
 HARMLESS = ("setmaxnreg.inc", "wgmma.fence", "fence.proxy.async", "bar.warp.sync")
 
 
-def test_each_synchronisation_deleted_is_noticed():
+@every_order
+def test_each_synchronisation_deleted_is_noticed(deterministic):
     problem = build(Dims(1, 2, 1, 200, 300, 64, 64), [FEATURE["bottom_right"]], torch.bfloat16)
     runs = [dict(schedule=1), dict(schedule=2), dict(schedule=3, lazy=False)]
-    survived = unnoticed([problem], runs, "backward_kernel")
+    # With two blocks of keys there is one order only, so bits repeat.
+    given = dict(deterministic=deterministic)
+    survived = unnoticed([problem], runs, "backward_kernel", **given)
     assert not [x for x in survived if not x.startswith(HARMLESS)], survived
