@@ -37,6 +37,7 @@ def specs(monkeypatch):
     operation.forget_plans()
     yield found
     operation.forget_plans()
+    torch._dynamo.reset()  # it remembers sizes that changed
 
 
 def tensors(*shape):
