@@ -108,10 +108,11 @@ def arguments(
 
 
 # Saved programs call forward operators by position: what came after the first of them stands last.
-_LATER = {"captured_floats", "captured_ints", "mask_blocks", "score_mod", "captured_sizes"}
-_LATER |= {"deterministic"}
+_LATER = ("captured_floats", "captured_ints", "mask_blocks", "score_mod", "captured_sizes")
+_LATER += ("deterministic",)
 _NAMES = (*Tensors._fields, *Options._fields)
-_ORDER = sorted(range(len(_NAMES)), key=lambda at: _NAMES[at] in _LATER)
+_ORDER = [at for at, name in enumerate(_NAMES) if name not in _LATER]
+_ORDER += [_NAMES.index(name) for name in _LATER]
 
 
 def in_saved_order(of: Sequence[Any]) -> list[Any]:

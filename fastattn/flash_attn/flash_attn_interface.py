@@ -61,7 +61,8 @@ def flash_attn_func(
             below 0 is no limit.
         softcap: Replace a score s by softcap tanh(s / softcap). 0.0 is off.
         alibi_slopes: Subtract slope |i' - j| from the score of row i and key j.
-        deterministic: If False, torch.are_deterministic_algorithms_enabled() decides.
+        deterministic: If True, gradients have the same bits in every run. If False,
+            torch.are_deterministic_algorithms_enabled() decides.
         return_attn_probs: If True, also return softmax_lse and S_dmask.
         s_aux: One more logit in each row's denominator, for each head. It has a gradient.
             flash-attn does not have this argument.

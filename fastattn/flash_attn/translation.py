@@ -43,7 +43,7 @@ def arguments_of(
         softcap=softcap if softcap is not None and softcap > 0 else None,
         alibi_slopes=alibi_slopes,
         sinks=s_aux,
-        deterministic=deterministic or None,
+        deterministic=True if deterministic else None,
     )
 
 

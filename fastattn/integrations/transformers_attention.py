@@ -33,6 +33,7 @@ def attend(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: Any = None,
+    deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend query (B,H,M,D) to key (B,Hk,N,D) and value (B,Hk,N,Dv).
@@ -43,7 +44,8 @@ def attend(
 
     attention_mask: from `make_mask`, or the caller's own tensor, boolean or added to scores.
     Without a mask, `is_causal` or else module.is_causal applies, aligned to the top left.
-    position_bias (B,H,M,N) is added to scores; s_aux (H,) are sinks. If the mask has no padding,
+    position_bias (B,H,M,N) is added to scores; s_aux (H,) are sinks. deterministic is that of
+    flash-attn, which ModernBERT passes. If the mask has no padding,
     sequences given by cu_seq_lens_q and cu_seq_lens_k run as a packed batch. cache is the paged
     cache of continuous batching in transformers 5.23; attention_mask is then ignored. indices
     (B,M,S) and block_indices (B,G,M,S) are the keys, or blocks of them, that a model selects.
@@ -86,6 +88,8 @@ def attend(
     if position_bias is not None:
         arguments = arguments | {"mask": _biased(position_bias, arguments.get("mask"), query)}
     given |= arguments
+    if deterministic:  # else torch's flag decides
+        given["deterministic"] = True
     shown = attention_weights(query, key, **given) if wants_weights else None
     if shown is not None and shown.requires_grad:
         out: Any = _of_weights(shown, value)

@@ -23,7 +23,6 @@ _ALIKE = {r"past_key_values": "cache", r"apply_rotary_pos_emb\w*": "apply_rotary
 # Keyword arguments of transformers that do not concern attention, or say what the mask also says.
 ELSEWHERE = frozenset(
     [
-        "deterministic",
         "encoder_attention_mask",
         "encoder_hidden_states",
         "logits_indices",

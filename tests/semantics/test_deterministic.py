@@ -8,7 +8,9 @@ import torch
 
 import fastattn
 from fastattn.backends.native import libraries
+from fastattn.call.spec import Options, Tensors
 from fastattn.dispatch import operation
+from fastattn.dispatch.run_pass import _LATER, in_saved_order
 from fastattn.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 ASKED = [(None, False, False), (None, True, True), (True, False, True), (False, True, False)]
@@ -88,3 +90,20 @@ def test_flash_attns_argument(asked, flag, specs):
 def test_other_values_raise():
     with pytest.raises(TypeError, match=r"deterministic: got 1 \(int\), expected True or False"):
         dense(1)
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_the_argument_of_modernbert(asked, specs):
+    pytest.importorskip("transformers")
+    from fastattn.integrations.transformers_attention import attend
+
+    with torchs_flag(False):
+        attend(torch.nn.Module(), *tensors(1, 2, 40, 8), None, is_causal=True, deterministic=asked)
+    assert {x.deterministic for x in specs} == {bool(asked)}
+
+
+def test_saved_programs_have_it_last():
+    """A program that was saved before lacks it, and has all others where they were."""
+    names = (*Tensors._fields, *Options._fields)
+    assert in_saved_order(names)[-1] == "deterministic"
+    assert in_saved_order(names)[-6:-1] == list(_LATER[:-1])

@@ -65,20 +65,27 @@ FA_DEVICE float row_product(const uint16_t* x, const uint16_t* y, const FaTensor
   return sum;
 }
 
+// How many blocks of so many rows each head has.
+template <unsigned rows>
+FA_SHARED int64_t blocks_of_rows(const FaParams& p, int64_t tile) {
+  return (padded_rows(p, tile) + rows - 1) / rows;
+}
+
 // The states of all rows: their normalisers, and delta[b, h, i] = sum over d of dout * out, less
 // dlse, which is subtracted from every dp of the row. 0 if there is no output. kRowLanes lanes for
 // each row.
 template <class Type, bool general, class Form>
 FA_DEVICE void put_states(const FaParams& batch, float* workspace) {
-  const unsigned at = blockIdx.x * (kRowThreads / kRowLanes) + threadIdx.x / kRowLanes;
+  constexpr unsigned kRows = kRowThreads / kRowLanes;  // of a block, all of one head
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
-  const auto rows = static_cast<unsigned>(padded_rows(batch, Form::kTile));
+  const auto blocks = static_cast<unsigned>(blocks_of_rows<kRows>(batch, Form::kTile));
   const auto heads = static_cast<unsigned>(batch.H);
-  const int64_t i = at % rows, h = at / rows % heads, b = at / rows / heads;
-  const Item p(batch, least(b, batch.B - 1));
+  const int64_t h = blockIdx.x / blocks % heads, b = blockIdx.x / blocks / heads;
+  const int64_t i = int64_t{blockIdx.x % blocks} * kRows + threadIdx.x / kRowLanes;
+  const Item p(batch, b);
   const Turns turns(workspace);  // none is taken yet
   if (blockIdx.x == 0 && threadIdx.x < 32) turns.clear(batch);
-  const bool padded = b < batch.B && i < padded_rows(p, Form::kTile);  // else an item is longer
+  const bool padded = i < padded_rows(p, Form::kTile);  // else another item is longer
   const bool exists = padded && i < p.M;
   float sum = 0.0f, dlse = 0.0f;
   Normaliser normaliser = {INFINITY, 0.0f};
@@ -145,10 +152,8 @@ __global__ void __launch_bounds__(threads)
 
 template <class Form, class Kernel>
 int start_states(Kernel kernel, const FaParams& p, float* workspace, void* stream) {
-  constexpr int of_block = kRowThreads / kRowLanes;
-  const int64_t rows = p.B * p.H * padded_rows(p, Form::kTile);
-  return launch_blocks("delta_kernel", kernel, (rows + of_block - 1) / of_block, kRowThreads, 0,
-                       stream, p, workspace);
+  const int64_t blocks = p.B * p.H * blocks_of_rows<kRowThreads / kRowLanes>(p, Form::kTile);
+  return launch_blocks("delta_kernel", kernel, blocks, kRowThreads, 0, stream, p, workspace);
 }
 
 template <class Kernel>
