@@ -19,6 +19,11 @@ if WORKERS > 1:  # inherited by the programs that tests start
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+# torch's inductor imports setuptools. In a test, where warnings are errors, setuptools may then find
+# the standard library's distutils in place of its own, and raise.
+if importlib.util.find_spec("setuptools"):
+    importlib.import_module("setuptools")
+
 # The 16-bit baseline is torch's. It must be the same on every machine, and must not use the tile
 # instructions of torch's oneDNN, which some virtual machines announce and then refuse.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
