@@ -19,8 +19,8 @@ if WORKERS > 1:  # inherited by the programs that tests start
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-# torch's inductor imports setuptools. In a test, where warnings are errors, setuptools may then find
-# the standard library's distutils in place of its own, and raise.
+# torch's inductor imports setuptools. In a test, where warnings are errors, that may find the
+# standard library's distutils in place of setuptools' own, and raise.
 if importlib.util.find_spec("setuptools"):
     importlib.import_module("setuptools")
 
