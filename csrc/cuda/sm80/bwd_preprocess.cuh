@@ -9,10 +9,11 @@ namespace sm80 {
 
 constexpr int kRowThreads = 128, kRowLanes = 4;
 
-// The sum over the lanes of a warp, in one order.
+// The sum over so many adjacent lanes of a warp, in one order.
+template <int lanes = 32>
 FA_DEVICE float warp_sum(float x) {
 #pragma unroll
-  for (int flip = 16; flip; flip /= 2) x += ptx::shuffle_xor(x, flip);
+  for (int flip = lanes / 2; flip; flip /= 2) x += ptx::shuffle_xor(x, flip);
   return x;
 }
 
@@ -102,8 +103,7 @@ FA_DEVICE void put_states(const FaParams& batch, float* workspace) {
     sum = row_product<Type>(row_of(p.out), row_of(p.dout), p.out, p.dout, static_cast<int>(p.Dv),
                             lane);
   }
-#pragma unroll
-  for (int flip = kRowLanes / 2; flip; flip /= 2) sum += ptx::shuffle_xor(sum, flip);
+  sum = warp_sum<kRowLanes>(sum);
   if (!padded || lane != 0) return;
   turns.clear(item_begins(p, b, h, Form::kTile) + i);
   const RowStates states(p, workspace, b, h, Form::kTile);
