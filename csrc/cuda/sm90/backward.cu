@@ -1,13 +1,42 @@
-// Chooses the kernels of a backward pass, or says why there are none.
+// Launches a backward pass: chooses its kernels, or says why there are none.
+#include "backward.cuh"
+
+#include "../launch.h"
+#include "../mask_tiling.h"
 #include "instances.h"
 #include "kernels.h"
-#include "tiles.h"
-
-#include "../mask_tiling.h"
-#include "../sm80/row_states.cuh"
 
 namespace fa {
 namespace sm90 {
+
+template <class B>
+int start_gradients(const FaParams& p, float* workspace, void* stream) {
+  TensorMap q, dout, k, v;
+  int failed = encode(q, p.q, rows_of(p, p.D), B::kRows);
+  if (!failed) failed = encode(dout, p.dout, rows_of(p, p.Dv), B::kRows);
+  if (!failed) failed = encode(k, p.k, keys_of(p, p.D), B::kKeys);
+  if (!failed) failed = encode(v, p.v, keys_of(p, p.Dv), B::kKeys);
+  if (failed) return checked(failed, "cuTensorMapEncodeTiled");
+  const KeySchedule schedule(p, B::kD, B::kBanded, B::kReversible);
+  const int64_t blocks = (p.N + B::kKeys - 1) / B::kKeys * p.Hk * p.B;
+  return launch_blocks("backward_kernel", backward_kernel<B>, blocks, B::kThreads, B::kSharedBytes,
+                       stream, q, dout, k, v, p, schedule, workspace);
+}
+
+// `banded` if a band hides keys.
+template <class Type, int kD, bool banded, bool general>
+int start_backward(const FaParams& p, void* stream) {
+  using B = Backward<Type, kD, banded, general>;
+  auto* workspace = static_cast<float*>(p.workspace);
+  using Form = typename B::Form;
+  int failed = sm80::start_states<Form>(delta_kernel<Type, general, Form>, p, workspace, stream);
+  if (!failed && p.dsinks.data)
+    failed = sm80::start_sinks(sink_gradient_kernel<Form>, p, workspace, stream);
+  if (!failed && (p.dq.data || p.dk.data || p.dv.data))
+    failed = start_gradients<B>(p, workspace, stream);
+  if (!failed && p.dq.data) failed = start_query_gradient<B>(p, workspace, stream);
+  return failed;
+}
 
 // Calls `use` with the head dim, whether a band hides keys, and whether the call is general.
 // General kernels are compiled with a band only.

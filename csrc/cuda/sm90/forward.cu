@@ -1,5 +1,5 @@
 // Chooses the kernel of a forward pass, of few rows or many, or says why there is none.
-#include "instances.h"
+#include "forward_launch.cuh"
 #include "kernels.h"
 
 #include "../decode_parts.cuh"
@@ -57,24 +57,8 @@ int64_t forward_splits(const FaParams& p, int64_t multiprocessors) {
   return splits;
 }
 
-template <class Type>
-int decode_of(const FaParams& p, int64_t splits, void* stream) {
-  return with_dims(p, [&](auto dims) {
-    using To = decltype(dims);
-    if constexpr (FA_CUDA_HAS_DIM(To::kD))
-      return start_decode<Type, To::kD, To::kDv>(p, splits, stream);
-    else
-      return static_cast<int>(cudaErrorInvalidValue);
-  });
-}
-
-int decode(const FaParams& p, int64_t multiprocessors, void* stream) {
-  const int64_t splits = forward_splits(p, multiprocessors);
-  return with_type(p, [&](auto type) { return decode_of<decltype(type)>(p, splits, stream); });
-}
-
 int forward(const FaParams& p, int64_t multiprocessors, void* stream) {
-  if (p.M <= kDecodeRows) return decode(p, multiprocessors, stream);
+  if (p.M <= kDecodeRows) return decode(p, forward_splits(p, multiprocessors), stream);
   return with_type(p, [&](auto type) {
     using Type = decltype(type);
     if (!is_general(p)) return forward_of<Type, false, false>(p, multiprocessors, stream);

@@ -1,4 +1,4 @@
-// Launches a forward pass of one instance.
+// Launches a forward pass on one kernel.
 #pragma once
 #include <type_traits>
 
@@ -47,16 +47,6 @@ int start_forward(const FaParams& p, int64_t multiprocessors, void* stream) {
   return launch_blocks("forward_kernel", forward_kernel<F>, grid, F::kThreads, F::kSharedBytes,
                        stream, q, k, v, out, p, schedule);
 }
-
-// The instances of two head dims: FA_FORWARD(64, 64).
-#define FA_FORWARD_OF(D, DV, GENERAL, MASKED)                                                     \
-  template int start_forward<ptx::BF16, D, DV, GENERAL, MASKED>(const FaParams&, int64_t, void*); \
-  template int start_forward<ptx::F16, D, DV, GENERAL, MASKED>(const FaParams&, int64_t, void*);
-#define FA_PLAIN_FORWARD(D, DV) FA_FORWARD_OF(D, DV, false, false)
-#define FA_UNMASKED_FORWARD(D, DV) FA_FORWARD_OF(D, DV, true, false)
-#define FA_FORWARD(D, DV) \
-  FA_PLAIN_FORWARD(D, DV) \
-  FA_FORWARD_OF(D, DV, true, true)
 
 }  // namespace sm90
 }  // namespace fa

@@ -32,18 +32,8 @@ int with_dims(const FaParams& p, Use use) {
   return use(Dims<256, 256>());
 }
 
-// Starts a forward pass; forward_instances.cu has the instances.
-template <class Type, int kD, int kDv, bool general, bool masked>
-int start_forward(const FaParams& p, int64_t multiprocessors, void* stream);
-
-// The same for a forward pass of few rows, with parts of the keys in the workspace if there are
-// several splits.
-template <class Type, int kD, int kDv>
-int start_decode(const FaParams& p, int64_t splits, void* stream);
-
-// The same for a backward pass; `banded` if a band hides keys.
-template <class Type, int kD, bool banded, bool general>
-int start_backward(const FaParams& p, void* stream);
+// A forward pass of few rows, with parts of the keys in the workspace if there are several splits.
+int decode(const FaParams& p, int64_t splits, void* stream);
 
 // Why there is no kernel for this backward pass, or null.
 const char* declines_backward(const FaParams& p);

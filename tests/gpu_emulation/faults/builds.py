@@ -28,8 +28,7 @@ OF_PASS = {
     "weights": ("forward", "weights", "weights_backward"),
 }
 HOPPER_DIM = 64
-HOPPER_UNITS = tuple(f"sm90/{x}" for x in ("forward", "backward"))
-HOPPER_UNITS += tuple(f"sm90/{x}_instances" for x in ("forward", "backward", "decode"))
+HOPPER_UNITS = tuple(f"sm90/{x}" for x in ("forward", "backward", "decode"))
 HOPPER_FLAGS = (f"-DFA_CUDA_HAS_DIM(d)=((d)=={HOPPER_DIM})", "-DFA_WITHOUT_BODIES")
 # What the host reads of sm90's headers.
 OF_HOST = re.compile(r"\.h$|\.cu$|_launch\.cuh$|/schedule\.cuh$|/key_blocks\.cuh$")

@@ -1,10 +1,9 @@
-// Launches a decode call of one instance.
-#pragma once
+// Launches a forward pass of few rows: chooses its kernel.
 #include "decode.cuh"
-#include "instances.h"
 
 #include "../launch.h"
 #include "../sm80/kernels.h"
+#include "instances.h"
 
 namespace fa {
 namespace sm90 {
@@ -25,10 +24,20 @@ int start_decode(const FaParams& p, int64_t splits, void* stream) {
   return failed || splits == 1 ? failed : sm80::combine(p, splits, stream);
 }
 
-// The instances of two head dims: FA_DECODE(64, 64).
-#define FA_DECODE(D, DV)                                                        \
-  template int start_decode<ptx::BF16, D, DV>(const FaParams&, int64_t, void*); \
-  template int start_decode<ptx::F16, D, DV>(const FaParams&, int64_t, void*);
+template <class Type>
+int decode_of(const FaParams& p, int64_t splits, void* stream) {
+  return with_dims(p, [&](auto dims) {
+    using To = decltype(dims);
+    if constexpr (FA_CUDA_HAS_DIM(To::kD))
+      return start_decode<Type, To::kD, To::kDv>(p, splits, stream);
+    else
+      return static_cast<int>(cudaErrorInvalidValue);
+  });
+}
+
+int decode(const FaParams& p, int64_t splits, void* stream) {
+  return with_type(p, [&](auto type) { return decode_of<decltype(type)>(p, splits, stream); });
+}
 
 }  // namespace sm90
 }  // namespace fa
