@@ -42,10 +42,7 @@ struct Operand<Amx<P>> {
   // Rows of whole steps.
   template <class A>
   static void copy(const A& a, int64_t r, int64_t rows, int64_t columns, Source* buf) {
-    const int64_t ld = round_up(columns, kStep);
-    a.read(r, rows, 0, columns, buf, ld);
-    for (int64_t x = 0; x < rows; ++x)
-      std::fill(buf + x * ld + columns, buf + (x + 1) * ld, Source(0));
+    copy_rows(a, r, rows, 0, columns, buf, round_up(columns, kStep));
   }
   static const Source* fit_or_zeros(const Source* row, int64_t columns, uint8_t* unfit) {
     if constexpr (P == 1) return row;

@@ -84,7 +84,7 @@ struct Operand<QuadBf16> {
       return static_cast<const uint16_t*>(a.data) + a.at(r0 + r);
     const int64_t ld = round_up(columns, 8);
     if (r < rows)
-      copy_halves(a, r0 + r, 1, columns, buf, ld);
+      copy_rows(a, r0 + r, 1, 0, columns, buf, ld);
     else
       std::fill(buf, buf + ld, uint16_t(0));
     return buf;

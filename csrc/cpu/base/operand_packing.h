@@ -101,14 +101,6 @@ struct Operand<Plain<R>> {
 };
 
 #if defined(FA_BF16_PRODUCTS)
-// Rows of bfloat16, zero past `columns`.
-template <class A>
-void copy_halves(const A& a, int64_t r, int64_t rows, int64_t columns, uint16_t* dst, int64_t ld) {
-  a.read(r, rows, 0, columns, dst, ld);
-  for (int64_t x = 0; x < rows; ++x)
-    std::fill(dst + x * ld + columns, dst + (x + 1) * ld, uint16_t(0));
-}
-
 template <>
 struct Operand<PairedBf16> {
   static constexpr int64_t W = kLanes<int32_t>;
@@ -121,7 +113,7 @@ struct Operand<PairedBf16> {
       return {reinterpret_cast<const int32_t*>(first), a.row / 2};
     }
     const int64_t ld = (columns + 1) / 2;
-    copy_halves(a, r0, rows, columns, reinterpret_cast<uint16_t*>(buf), 2 * ld);
+    copy_rows(a, r0, rows, 0, columns, reinterpret_cast<uint16_t*>(buf), 2 * ld);
     return {buf, ld};
   }
   template <class A>
@@ -130,9 +122,9 @@ struct Operand<PairedBf16> {
     const int64_t ld = round_up(columns, W);
     uint16_t row[2][FA_CPU_MAX_HEAD_DIM + W];
     for (int64_t r = 0; r < rows; r += 2) {
-      copy_halves(a, r0 + r, 1, columns, row[0], ld);
+      copy_rows(a, r0 + r, 1, 0, columns, row[0], ld);
       if (r + 1 < rows)
-        copy_halves(a, r0 + r + 1, 1, columns, row[1], ld);
+        copy_rows(a, r0 + r + 1, 1, 0, columns, row[1], ld);
       else
         std::fill(row[1], row[1] + ld, uint16_t(0));
       for (int64_t c = 0; c < ld; c += W)

@@ -223,14 +223,9 @@ struct WeightedSum<PairedBf16> {
   static int64_t columns(int64_t Dv) { return round_up(Dv, 2 * W); }
   template <class A>
   static Broadcast<int32_t> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv, int32_t* buf) {
-    const bool whole = v.dtype == FA_BF16 && v.step == 1 && v.row % 2 == 0 && Dv % (2 * W) == 0;
-    if (whole && v.one_block(j0, keys)) {
-      const uint16_t* first = static_cast<const uint16_t*>(v.data) + v.at(j0);
-      return {reinterpret_cast<const int32_t*>(first), v.row / 2};
-    }
-    const int64_t ld = columns(Dv) / 2;
-    copy_halves(v, j0, keys, Dv, reinterpret_cast<uint16_t*>(buf), 2 * ld);
-    return {buf, ld};
+    if (columns(Dv) == Dv) return Op::along(v, j0, keys, Dv, buf);
+    copy_rows(v, j0, keys, 0, Dv, reinterpret_cast<uint16_t*>(buf), columns(Dv));
+    return {buf, columns(Dv) / 2};
   }
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv) / 2; }
 
