@@ -21,7 +21,7 @@ namespace FA_ISA {
 
 // The element at each of these indices of a table.
 template <class R>
-FA_INLINE Vec<R> gather_each(const R* table, Vec<Int<R>> at) {
+FA_INLINE Vec<R> gather(const R* table, Vec<Int<R>> at) {
   Vec<R> values;
   for (int l = 0; l < kLanes<R>; ++l) values[l] = table[at[l]];
   return values;
@@ -39,13 +39,6 @@ FA_INLINE Vec<float> gather(const float* table, Vec<int32_t> at) {
 }
 FA_INLINE Vec<double> gather(const double* table, Vec<int64_t> at) {
   return _mm256_i64gather_pd(table, (__m256i)at, 8);
-}
-#else
-FA_INLINE Vec<float> gather(const float* table, Vec<int32_t> at) {
-  return gather_each<float>(table, at);
-}
-FA_INLINE Vec<double> gather(const double* table, Vec<int64_t> at) {
-  return gather_each<double>(table, at);
 }
 #endif
 
