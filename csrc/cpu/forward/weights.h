@@ -14,40 +14,28 @@ struct Weights {
   using Op = Operand<Mul>;
 
   struct Buffers {
-    E *q, *k, *rows;
-    R *s, *sum, *factor;
-    Normaliser<R> normaliser;
-    ScoreScratch<R> score;
-    E* few_q;
-    R* few_s;          // both of few_rows.h
-    uint8_t* k_unfit;  // which keys have no planes
-    VectorScratch vectors;
+    const Params& p;
+    Scratch take;
+    static constexpr int64_t lanes = G::kPart, tile = kTileKeys * lanes;
+    int64_t d = G::padded(p.D);
+    E* q = take.array<E>(d / Mul::pair * lanes);
+    E* k = take.array<E>(kTileKeys * d / Mul::pair);
+    E* rows = take.array<E>(Sizes<Mul>::staged * d);
+    R* s = take.array<R>(tile);
+    R* sum = take.array<R>(tile);
+    Normaliser<R> normaliser = {take.array<R>(lanes), take.array<R>(lanes)};
+    R* factor = take.array<R>(lanes);
+    ScoreScratch<R> score = ScoreScratch<R>::of(take, p, p.mask.data ? kTileKeys * kLanes<R> : 0);
+    E* few_q = take.array<E>(G::few(p) ? p.M * d : 0);  // this and the next: of few_rows.h
+    R* few_s = take.array<R>(G::few(p) ? kTileKeys * kLanes<R> : 0);
+    uint8_t* k_unfit = take.array<uint8_t>(G::kPlanes ? kTileKeys : 0);  // the keys without planes
+    VectorScratch vectors = G::kPlanes ? VectorScratch::of(take, d) : VectorScratch{};
   };
-  static size_t carve(const Params& p, char* base, Buffers& b) {
-    Scratch take{base};
-    const int64_t lanes = G::kPart, tile = kTileKeys * lanes, d = G::padded(p.D);
-    b.q = take.array<E>(d / Mul::pair * lanes);
-    b.k = take.array<E>(kTileKeys * d / Mul::pair);
-    b.rows = take.array<E>(Sizes<Mul>::staged * d);
-    b.s = take.array<R>(tile);
-    b.sum = take.array<R>(tile);
-    b.normaliser = {take.array<R>(lanes), take.array<R>(lanes)};
-    b.factor = take.array<R>(lanes);
-    b.score = ScoreScratch<R>::of(take, p, p.mask.data ? kTileKeys * kLanes<R> : 0);
-    b.few_q = take.array<E>(G::few(p) ? p.M * d : 0);
-    b.few_s = take.array<R>(G::few(p) ? kTileKeys * kLanes<R> : 0);
-    if constexpr (G::kPlanes) {
-      b.k_unfit = take.array<uint8_t>(kTileKeys);
-      b.vectors = VectorScratch::of(take, d);
-    }
-    return take.used;
-  }
 
   // One tile of rows of one head, or of all heads, against every key.
   static void run(const Params& p, int64_t task, char* scratch) {
     [[maybe_unused]] const typename Mul::Registers registers;
-    Buffers buf;
-    carve(p, scratch, buf);
+    const Buffers buf{p, {scratch}};
     const int64_t heads = p.average_heads ? p.H : 1, per_item = p.average_heads ? 1 : p.H;
     const int64_t t = task % G::tiles(p), first = task / G::tiles(p) % per_item,
                   b = task / G::tiles(p) / per_item;
@@ -114,10 +102,10 @@ struct Weights {
 
   static Plan plan(const Params& p) {
     Plan plan;
-    Buffers unused;
     plan.workspace = MaskClasses::bytes(p);
     MaskClasses::add(p, plan);
-    plan.add({p.B * (p.average_heads ? 1 : p.H) * G::tiles(p), carve(p, nullptr, unused), run});
+    const int64_t planes = p.B * (p.average_heads ? 1 : p.H);
+    plan.add({planes * G::tiles(p), Buffers{p, {nullptr}}.take.used, run});
     return plan;
   }
 };

@@ -89,27 +89,18 @@ struct LightningIndex {
   static int64_t lanes(const FaIndexer& p) { return round_up(p.H, W * vectors(p.H)); }
 
   struct Buffers {
-    E *q, *k, *rows;  // [kRows][lanes / group][padded(D)][group]
-    R *weights, *s;   // [kRows][lanes], [kTileKeys][group]
-    float* scores;    // [kRows][N]
-    uint32_t* choice;
+    const FaIndexer& p;
+    Scratch take;
+    int64_t d = padded(p);
+    E* q = take.array<E>(kRows * lanes(p) * d);  // [kRows][lanes / group][padded(D)][group]
+    E* k = take.array<E>(kTileKeys * d);
+    E* rows = take.array<E>(Sizes<Mul>::staged * d);
+    R* weights = take.array<R>(kRows * lanes(p));  // [kRows][lanes]
+    R* s = take.array<R>(kTileKeys * kMost * W);   // [kTileKeys][group]
+    float* scores = take.array<float>(kRows * round_up(p.N, kTileKeys));
+    uint32_t* choice = take.array<uint32_t>(LargestNumbers::numbers(p.N));
   };
-  static size_t carve(const FaIndexer& p, char* base, Buffers& b) {
-    Scratch take{base};
-    const int64_t d = padded(p);
-    b.q = take.array<E>(kRows * lanes(p) * d);
-    b.k = take.array<E>(kTileKeys * d);
-    b.rows = take.array<E>(Sizes<Mul>::staged * d);
-    b.weights = take.array<R>(kRows * lanes(p));
-    b.s = take.array<R>(kTileKeys * kMost * W);
-    b.scores = take.array<float>(kRows * round_up(p.N, kTileKeys));
-    b.choice = take.array<uint32_t>(LargestNumbers::numbers(p.N));
-    return take.used;
-  }
-  static size_t scratch(const FaIndexer& p) {
-    Buffers unused;
-    return carve(p, nullptr, unused);
-  }
+  static size_t scratch(const FaIndexer& p) { return Buffers{p, {nullptr}}.take.used; }
 
   // How many keys row i sees: they are the first ones.
   static int64_t seen(const FaIndexer& p, int64_t b, int64_t i) {
@@ -120,8 +111,7 @@ struct LightningIndex {
 
   static void run(const FaIndexer& p, int64_t task, char* base) {
     [[maybe_unused]] const typename Mul::Registers registers;
-    Buffers buf;
-    carve(p, base, buf);
+    const Buffers buf{p, {base}};
     const int64_t b = task / row_tasks(p), i0 = task % row_tasks(p) * kRows;
     const int64_t end = std::min(i0 + kRows, p.M), ld = round_up(p.N, kTileKeys);
     for (int64_t i = i0; i < end; ++i) stage(p, b, i, i - i0, buf);
