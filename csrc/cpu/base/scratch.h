@@ -15,6 +15,11 @@ struct Scratch {
     used += (static_cast<size_t>(n > 0 ? n : 0) * sizeof(E) + 63) / 64 * 64;
     return at;
   }
+  // The same, or null if it is not wanted.
+  template <class E>
+  E* array_if(bool wanted, int64_t n) {
+    return wanted ? array<E>(n) : nullptr;
+  }
 };
 
 }  // namespace FA_ISA

@@ -52,37 +52,32 @@ struct Jvp {
   using Op = Operand<Mul>;
 
   struct Buffers {
-    R *q, *q_t;                        // [D][lanes]
-    R *out, *out_t;                    // [Dv][lanes], not yet divided by l
-    R *m, *l, *mu, *rescale;           // [lanes]
-    R *s, *s_t, *derivative, *second;  // [keys][lanes]; null where there is none
-    R *k, *v, *k_t, *v_t, *rows;
-    ScoreScratch<R> score;
+    const Params& p;
+    Scratch take;
+    int64_t lanes = std::min(kTileRows<R>, round_up(std::max<int64_t>(p.M, 1), kLanes<R>));
+    int64_t keys = std::min(kTileKeys, round_up(std::max<int64_t>(p.N, 1), 4));
+    int64_t tile = keys * lanes, wide = round_up(p.Dv, kLanes<R>);
+    bool moves = scores_move(p), bends = moves && has_derivative(p);
+    // [D][lanes], and [Dv][lanes] not yet divided by l. Tangents of inputs are null if zero.
+    R* q = take.array<R>(p.D * lanes);
+    R* q_t = take.array_if<R>(p.q_t.data, p.D * lanes);
+    R* out = take.array<R>(p.Dv * lanes);
+    R* out_t = take.array<R>(p.Dv * lanes);
+    R* m = take.array<R>(lanes);
+    R* l = take.array<R>(lanes);
+    R* mu = take.array<R>(lanes);
+    R* rescale = take.array<R>(lanes);
+    R* s = take.array<R>(tile);  // this and the next three: [keys][lanes]
+    R* s_t = take.array_if<R>(moves, tile);
+    R* derivative = take.array_if<R>(bends, tile);
+    R* second = take.array_if<R>(bends, tile);
+    R* k = take.array<R>(keys * p.D);
+    R* v = take.array<R>(keys * wide);
+    R* k_t = take.array_if<R>(p.k_t.data, keys * p.D);
+    R* v_t = take.array_if<R>(p.v_t.data, keys * wide);
+    R* rows = take.array<R>(kLanes<R> * std::max(p.D, p.Dv));
+    ScoreScratch<R> score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * kLanes<R> : 0);
   };
-  static size_t carve(const Params& p, char* base, Buffers& b) {
-    Scratch take{base};
-    const int64_t lanes = std::min(kTileRows<R>, round_up(std::max<int64_t>(p.M, 1), kLanes<R>));
-    const int64_t keys = std::min(kTileKeys, round_up(std::max<int64_t>(p.N, 1), 4));
-    const bool moves = scores_move(p), bends = moves && has_derivative(p);
-    const auto array = [&](bool wanted, int64_t n) { return wanted ? take.array<R>(n) : nullptr; };
-    b.q = take.array<R>(p.D * lanes);
-    b.q_t = array(p.q_t.data, p.D * lanes);
-    b.out = take.array<R>(p.Dv * lanes);
-    b.out_t = take.array<R>(p.Dv * lanes);
-    for (R** x : {&b.m, &b.l, &b.mu, &b.rescale}) *x = take.array<R>(lanes);
-    b.s = take.array<R>(keys * lanes);
-    b.s_t = array(moves, keys * lanes);
-    b.derivative = array(bends, keys * lanes);
-    b.second = array(bends, keys * lanes);
-    const int64_t wide = round_up(p.Dv, kLanes<R>);
-    b.k = take.array<R>(keys * p.D);
-    b.v = take.array<R>(keys * wide);
-    b.k_t = array(p.k_t.data, keys * p.D);
-    b.v_t = array(p.v_t.data, keys * wide);
-    b.rows = take.array<R>(kLanes<R> * std::max(p.D, p.Dv));
-    b.score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * kLanes<R> : 0);
-    return take.used;
-  }
 
   // True if this pass computes out.
   template <bool kForward>
@@ -203,8 +198,7 @@ struct Jvp {
   // A task is a tile of rows against all keys. kForward: it computes out and the normaliser, too.
   template <bool kForward>
   static void run(const Params& p, int64_t task, char* scratch) {
-    Buffers buf;
-    carve(p, scratch, buf);
+    const Buffers buf{p, {scratch}};
     const int64_t bh = task % (p.B * p.H), t = tiles(p) - 1 - task / (p.B * p.H);
     const int64_t i0 = t * kTileRows<R>;  // causal: the last rows see most
     const Rows rows{bh / p.H, bh % p.H, i0, std::min(kTileRows<R>, p.M - i0)};
@@ -228,8 +222,7 @@ struct Jvp {
 
   template <bool kForward>
   static Phase phase(const Params& p) {
-    Buffers unused;
-    return {p.B * p.H * tiles(p), carve(p, nullptr, unused), run<kForward>};
+    return {p.B * p.H * tiles(p), Buffers{p, {nullptr}}.take.used, run<kForward>};
   }
   static Plan plan(const Params& p, bool forward) {
     Plan plan;
