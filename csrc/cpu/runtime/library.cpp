@@ -1,8 +1,6 @@
 // The C ABI: checks arguments by their values, and runs plans on threads.
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <string>
 
 #include "../../common/band.h"
 #include "../../common/extents.h"
