@@ -290,18 +290,11 @@ struct FewGradients {
     write_row(p.dq.data, to.dtype, to.at(i), to.step, p.D, row);
   }
   // Sums the parts of one head's rows.
-  static size_t carve_join(const Params& p, char* base, R*& sum, R*& row) {
-    Scratch take{base};
-    sum = take.array<R>(Sum::columns(p.D));
-    row = take.array<R>(Sum::columns(p.D));
-    return take.used;
-  }
   static void join(const Params& p, int64_t task, char* scratch) {
-    R *sum, *row;
-    carve_join(p, scratch, sum, row);
     size_t bytes;
     const R* from = parts(p, bytes);
     const int64_t b = task / p.H, h = task % p.H, d = Sum::columns(p.D);
+    R *const sum = reinterpret_cast<R*>(scratch), *const row = sum + d;
     for (int64_t i = 0; i < p.M; ++i) {
       std::fill(sum, sum + d, R(0));
       for (int64_t c = 0; c < Chunks::chunks(p); ++c) {
@@ -316,11 +309,10 @@ struct FewGradients {
     using All = Backward<Mul>;
     Plan plan;
     Buffers unused;
-    R *sum, *row;
     parts(p, plan.workspace);
     plan.add({p.B * p.H * G::tiles(p), 0, All::prepare});
     plan.add({p.B * p.Hk * Chunks::chunks(p), carve(p, nullptr, unused), run});
-    if (Chunks::chunks(p) > 1) plan.add({p.B * p.H, carve_join(p, nullptr, sum, row), join});
+    if (Chunks::chunks(p) > 1) plan.add({p.B * p.H, 2 * Sum::columns(p.D) * sizeof(R), join});
     All::add_others(p, plan);
     return plan;
   }

@@ -122,18 +122,14 @@ struct PagedGradients {
   static int64_t ranges(const Params& p) {
     return std::clamp<int64_t>(p.threads > 1 ? 4 * p.threads : 1, 1, std::max<int64_t>(p.P, 1));
   }
-  struct PageBuffers {
-    R *q, *dout;  // [heads][Few::numbers(columns)]
+  struct PageBuffers {  // [heads][Few::numbers(columns)]
+    const Params& p;
+    Scratch take;
+    R* q = take.array<R>(group(p) * Few::numbers(p.D));
+    R* dout = take.array<R>(group(p) * Few::numbers(p.Dv));
   };
-  static size_t carve_pages(const Params& p, char* base, PageBuffers& b) {
-    Scratch take{base};
-    b.q = take.array<R>(group(p) * Few::numbers(p.D));
-    b.dout = take.array<R>(group(p) * Few::numbers(p.Dv));
-    return take.used;
-  }
   static void pages(const Params& p, int64_t task, char* scratch) {
-    PageBuffers buf;
-    carve_pages(p, scratch, buf);
+    const PageBuffers buf{p, {scratch}};
     const int64_t hk = task % p.Hk, range = task / p.Hk;
     const int64_t lo = p.P * range / ranges(p), hi = p.P * (range + 1) / ranges(p);
     for (int64_t b = 0; b < p.B; ++b) {
@@ -231,11 +227,10 @@ struct PagedGradients {
   static Plan plan(const Params& p) {
     Plan plan;
     RowBuffers of_rows;
-    PageBuffers of_pages;
     plan.workspace = workspace(p).bytes;
     plan.add({p.H ? p.B * p.Hk : 0, carve_rows(p, nullptr, of_rows), rows});
     const bool wanted = p.H && (p.dk.data || p.dv.data);
-    plan.add({wanted ? p.Hk * ranges(p) : 0, carve_pages(p, nullptr, of_pages), pages});
+    plan.add({wanted ? p.Hk * ranges(p) : 0, PageBuffers{p, {nullptr}}.take.used, pages});
     return plan;
   }
 };

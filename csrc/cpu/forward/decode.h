@@ -275,15 +275,9 @@ struct Decode {
     });
   }
 
-  static size_t carve_sum(const Params& p, char* base, R*& sum) {
-    Scratch take{base};
-    sum = take.array<R>(Sum::columns(p.Dv));
-    return take.used;
-  }
   // Merges the parts of one head's rows; a sink is one more part, without a value.
   static void merge(const Params& p, int64_t task, char* scratch) {
-    R* sum;
-    carve_sum(p, scratch, sum);
+    R* const sum = reinterpret_cast<R*>(scratch);
     const int64_t b = task / p.H, h = task % p.H, dv = Sum::columns(p.Dv);
     const Parts from = parts(p);
     const R sink = sink_of<R>(p.sinks, h);
@@ -313,11 +307,10 @@ struct Decode {
   }
   static Plan plan(const Params& p, size_t scratch, decltype(Phase::run) of_chunk) {
     Plan plan;
-    R* sum;
     plan.workspace = parts(p).bytes;
     // Key heads without a query head have no rows, and tiles of none cannot be counted.
     plan.add({p.H ? p.B * p.Hk * chunks(p) : 0, scratch, of_chunk});
-    plan.add({p.B * p.H, carve_sum(p, nullptr, sum), merge});
+    plan.add({p.B * p.H, Sum::columns(p.Dv) * sizeof(R), merge});
     return plan;
   }
 };
