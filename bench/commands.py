@@ -226,10 +226,10 @@ def _cells(
     device = result["machine"]["device"]
     peers = chosen(device, tuple(options.peers), getattr(options, "full", False))
     budget, limits = options.seconds or seconds, results.limits(result)
-    records = run.cells(cases, passes, peers, limits, budget, options.threads, process)
-    total = run.cell_count(cases, passes)
+    plan = run.Plan(passes, peers, limits, budget, options.threads)
     if process:
         _compile(process, cases, passes)
+    records, total = run.cells(cases, plan, process), len(cases) * len(passes)
     for record in progress.follow(records, total, console.one_line):
         result["cells"].append(record)
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .measure import isolated_process, machine, nvidia
+from .measure.records import markdown
 from .report import results
 
 Record = dict[str, Any]
@@ -245,12 +246,14 @@ def page(record: Record) -> Iterator[str]:
 
 def table(record: Record) -> Iterator[str]:
     parts = record["parts"]
-    yield "| part | what became of it | seconds | of at most | its last words |"
-    yield "|---|---|---|---|---|"
-    for x in parts:
-        last = x["last"].strip("= ").replace("|", "\\|")[:100]
-        yield f"| {x['name']} | {x['status']} | {x['seconds']:.0f} | {x['limit']:.0f} | {last} |"
+    head = "part", "what became of it", "seconds", "of at most", "its last words"
+    yield from markdown(head, map(_row, parts))
     counts = Counter(x["status"] for x in parts)
     yield ""
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
     yield f"{len(parts)} parts{' of a rehearsal' * record['rehearsal']}: {summary}."
+
+
+def _row(part: Record) -> list[str]:
+    last = part["last"].strip("= ").replace("|", "\\|")[:100]
+    return [part["name"], part["status"], f"{part['seconds']:.0f}", f"{part['limit']:.0f}", last]

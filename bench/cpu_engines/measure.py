@@ -31,17 +31,13 @@ BOUNDS = {
 }
 
 
-class ProcessTime:
-    """The clock of timing.interleaved: a program is the `sample` of a worker."""
+class ProcessTime(timing.Clock):
+    """A program is the `sample` of a worker."""
 
-    name, unmeasured = "process CPU time", 0.0
-    others: float | None = None
+    name = "process CPU time"
 
     def sample(self, program: timing.Program, loops: int) -> list[float]:
         return [phase(loops) for phase in program]
-
-    def host(self, program: timing.Program) -> list[float]:
-        return []
 
 
 class Workers:

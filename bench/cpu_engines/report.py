@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..measure.machine import words
-from ..measure.records import geometric_mean, spread
+from ..measure.records import geometric_mean, markdown, spread
 from ..peers.registry import SUBJECT
 from .environments import ENVIRONMENTS
 from .measure import BOUNDS
@@ -69,21 +69,22 @@ def summary(result: Record) -> Iterator[str]:
 def table(results: Sequence[Record]) -> Iterator[str]:
     """By machine: a row's milliseconds, its nearest engine, and every ratio; then errors."""
     for result in results:
-        records = result["engines"]
-        yield _row(f"{words(result['machine'])}", "ours, ms", "nearest", *FAMILIES, UNQUANTISED)
-        yield _row(*["---"] * (4 + len(FAMILIES)))
-        for record in records:
-            found = nearest(record)
-            near = f"{found[0]} {_number(found[1])}" if found else ""
-            ours = record["peers"].get(SUBJECT, {}).get("ms")
-            each = [_family(record, family) for family in FAMILIES]
-            other = _entry(record, UNQUANTISED) if UNQUANTISED in record["peers"] else ""
-            yield _row(record["row"], f"{ours:.3f}" if ours else "", near, *each, other)
+        head = words(result["machine"]), "ours, ms", "nearest", *FAMILIES, UNQUANTISED
+        yield from markdown(head, map(_line, result["engines"]))
         yield ""
-        yield from _errors(records)
+        yield from _errors(result["engines"])
         yield ""
         yield _licenses(result)
         yield ""
+
+
+def _line(record: Record) -> list[str]:
+    found = nearest(record)
+    near = f"{found[0]} {_number(found[1])}" if found else ""
+    ours = record["peers"].get(SUBJECT, {}).get("ms")
+    each = [_family(record, family) for family in FAMILIES]
+    other = _entry(record, UNQUANTISED) if UNQUANTISED in record["peers"] else ""
+    return [record["row"], f"{ours:.3f}" if ours else "", near, *each, other]
 
 
 def _family(record: Record, family: str) -> str:
@@ -113,8 +114,7 @@ def _number(ratio: float) -> str:
 def _errors(records: Sequence[Record]) -> Iterator[str]:
     """A row for each peer: the mean error of each width of rows."""
     widths = [x for x in ERRORS if any(record["width"] == x for record in records)]
-    yield _row("error against float64, geometric mean", *widths)
-    yield _row(*["---"] * (1 + len(widths)))
+    rows = []
     for name in PEERS:
         alike = (
             [
@@ -127,7 +127,8 @@ def _errors(records: Sequence[Record]) -> Iterator[str]:
         )
         means = [geometric_mean(errors) for errors in alike]
         if any(means):
-            yield _row(name, *(f"{mean:.1e}" if mean else "" for mean in means))
+            rows.append([name, *(f"{mean:.1e}" if mean else "" for mean in means)])
+    return markdown(["error against float64, geometric mean", *widths], rows)
 
 
 def _licenses(result: Record) -> str:
@@ -139,7 +140,3 @@ def _licenses(result: Record) -> str:
         if environment in ENVIRONMENTS.values() and environment and name in result["versions"]
     ]
     return "Engines: " + ", ".join(texts) + "."
-
-
-def _row(*entries: str) -> str:
-    return f"| {' | '.join(entries)} |"

@@ -1,9 +1,9 @@
-"""Read and summarise records: the ratios of a cell, what other processes took, means."""
+"""Read and summarise records: the ratios of a cell, what other processes took, means; tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..peers.registry import BASELINE
@@ -50,3 +50,9 @@ def spread(ratio: Record) -> str:
 
 def geometric_mean(values: list[float]) -> float | None:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table."""
+    for entries in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(entries)} |"

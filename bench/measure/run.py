@@ -44,74 +44,59 @@ class Heat(NamedTuple):
     hosts: dict[str, list[float]]
 
 
-def cell_count(cases: Iterable[Case], passes: Sequence[str]) -> int:
-    return len(passes) * sum(1 for _ in cases)
+class Plan(NamedTuple):
+    """How each case is measured. `seconds` is the timing budget of a cell at one thread count;
+    `threads` are the counts, by default one and all."""
+
+    passes: tuple[str, ...]
+    peers: tuple[str, ...]  # names in PEERS
+    limits: Limits
+    seconds: float
+    threads: Sequence[int] | None = None
 
 
 def cells(
-    cases: Iterable[Case],
-    passes: Sequence[str],
-    peers: Mapping[str, Peer],
-    limits: Limits,
-    seconds: float,
-    threads: Sequence[int] | None = None,
-    process: isolated_process.Process | None = None,
+    cases: Iterable[Case], plan: Plan, process: isolated_process.Process | None = None
 ) -> Iterator[Record]:
-    """Yield one JSON-ready record per cell, as soon as it is done. `seconds` is the timing budget
-    of a cell at one thread count; `threads` are the counts, by default one and all. The work runs
-    in `process`, if it is given: a peer that ends the process loses only its own entry."""
+    """Yield one JSON-ready record per case and pass, as soon as the case is done. The work runs in
+    `process`, if it is given: a peer that ends the process loses only its own entry."""
     if process is not None:
-        yield from _cells_apart(process, cases, passes, peers, limits, seconds, threads)
+        yield from _cells_apart(process, cases, plan)
         return
     for case in cases:
-        yield from _cells_of(case, passes, peers, limits, seconds, threads)
+        yield from _cells_of(case, plan, {})
 
 
-def _cells_of(
-    case: Case,
-    passes: Sequence[str],
-    peers: Mapping[str, Peer],
-    limits: Limits,
-    seconds: float,
-    threads: Sequence[int] | None,
-    lost: Mapping[str, str] | None = None,
-) -> Iterator[Record]:
+def _cells_of(case: Case, plan: Plan, lost: Mapping[str, str]) -> list[Record]:
     """The records of a case. `lost` names peers that are not tried, and why."""
-    trained = [what for what in passes if what != FORWARD]  # timed as parts of one program
+    trained = [what for what in plan.passes if what != FORWARD]  # timed as parts of one program
     judge = Judge(case, gradients=bool(trained))
-    clocks = timing.clocks(case.device, threads)
-    for whats in ([FORWARD] * (FORWARD in passes), trained):
-        if not whats:
-            continue
-        heat = race(peers, case, whats[0], clocks, seconds, judge, lost)
-        for what in whats:
-            yield _record(case, what, heat, limits)
+    clocks = timing.clocks(case.device, plan.threads)
+    found = []
+    for whats in ([FORWARD] * (FORWARD in plan.passes), trained):
+        if whats:
+            heat = race(plan, case, whats[0], clocks, judge, lost)
+            found += [_record(case, what, heat, plan.limits) for what in whats]
+    return found
 
 
 LIVES = 3  # a peer that ended the process in this many cells is not tried again
 
 
 def _cells_apart(
-    process: isolated_process.Process,
-    cases: Iterable[Case],
-    passes: Sequence[str],
-    peers: Mapping[str, Peer],
-    limits: Limits,
-    seconds: float,
-    threads: Sequence[int] | None,
+    process: isolated_process.Process, cases: Iterable[Case], plan: Plan
 ) -> Iterator[Record]:
     deaths: Counter[str] = Counter()
     for case in cases:
-        progress.show(f"measuring {case}, {', '.join(passes)}: {', '.join(peers)}")
+        progress.show(f"measuring {case}, {', '.join(plan.passes)}: {', '.join(plan.peers)}")
         lost = {
             name: f"not tried: it ended the process in {count} cells"
             for name, count in deaths.items()
             if count >= LIVES
         }
         while True:
-            given = case, passes, tuple(peers), limits, seconds, threads, lost
             try:
-                yield from process.call(_named_cells, *given)
+                yield from process.call(_cells_of, case, plan, lost)
                 break
             except isolated_process.Died as death:
                 peer, reason = death.at, str(death)
@@ -121,51 +106,37 @@ def _cells_apart(
                     continue
             except isolated_process.Raised as error:
                 reason = str(error)
-            yield from (_unmeasured(case, what, reason, peers) for what in passes)
+            verdicts = dict.fromkeys(plan.peers, Verdict(reason))
+            yield from (_unmeasured(case, what, reason, verdicts) for what in plan.passes)
             break
 
 
-def _named_cells(
-    case: Case,
-    passes: Sequence[str],
-    names: Sequence[str],
-    limits: Limits,
-    seconds: float,
-    threads: Sequence[int] | None,
-    lost: Mapping[str, str],
-) -> list[Record]:
-    """`_cells_of` with peers by name, because functions cannot be sent to another process."""
-    peers = {name: PEERS[name] for name in names}
-    return list(_cells_of(case, passes, peers, limits, seconds, threads, lost))
-
-
 def race(
-    peers: Mapping[str, Peer],
+    plan: Plan,
     case: Case,
     what: str,
     clocks: Sequence[tuple[int | None, timing.Clock]],
-    seconds: float,
     judge: Judge,
-    lost: Mapping[str, str] | None = None,
+    lost: Mapping[str, str],
 ) -> Heat:
     """Verify each peer that is not in `lost`, then time those that passed, in interleaved rounds.
     Nothing is timed if the subject failed."""
     verdicts = {}
-    for name, peer in peers.items():
-        if reason := (lost or {}).get(name):
+    for name in plan.peers:
+        if reason := lost.get(name):
             verdicts[name] = Verdict(reason)
             continue
         with isolated_process.at(name):
-            verdicts[name] = judge(peer, what)
+            verdicts[name] = judge(PEERS[name], what)
     scope = judge.oracle.scope(what)
     programs = {}
     if not verdicts[SUBJECT].reason:
-        passed = (name for name in peers if not verdicts[name].reason)
-        programs = {x: program(peers[x], case, what, judge.oracle.inputs) for x in passed}
+        passed = (name for name in plan.peers if not verdicts[name].reason)
+        programs = {x: program(PEERS[x], case, what, judge.oracle.inputs) for x in passed}
     laps, hosts = [], {}
     for threads, clock in clocks:
         with timing.torch_threads(threads), torch.set_grad_enabled(what != FORWARD):
-            samples, reasons = timed(programs, clock, seconds)
+            samples, reasons = timed(programs, clock, plan.seconds)
         verdicts |= {name: Verdict(reason) for name, reason in reasons.items()}
         if SUBJECT not in samples:
             return Heat(verdicts, [], scope, {})
@@ -214,43 +185,30 @@ def totals(samples: Mapping[str, list[list[float]]], what: str) -> dict[str, lis
 
 def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
     choice = explain(case)
-    failure = heat.verdicts[SUBJECT].reason
-    return (
-        {"pass": what}
-        | {name: getattr(case, name) for name in IDENTITY}
-        | {
-            "backend": choice.backend,
-            "declined": choice.declined if choice.backend == "reference" else {},
-            "status": "failed" if failure else "ok",
-            "reason": failure,
-            "verified": heat.scope,
-            "peers": {
-                name: {"reason": x.reason, "note": x.note, "errors": x.errors}
-                for name, x in heat.verdicts.items()
-            },
-            "load": load(),
-            "timings": [
-                {
-                    "threads": lap.threads,
-                    "clock": lap.clock,
-                    "others": lap.others,
-                    **_summary(case, what, lap.threads, lap.samples, heat.hosts, limits),
-                }
-                for lap in heat.laps
-            ],
-        }
-    )
+    declined = choice.declined if choice.backend == "reference" else {}
+    row = _unmeasured(case, what, heat.verdicts[SUBJECT].reason, heat.verdicts)
+    row |= {"backend": choice.backend, "declined": declined, "verified": heat.scope}
+    for lap in heat.laps:
+        about = {"threads": lap.threads, "clock": lap.clock, "others": lap.others}
+        figures = _summary(case, what, lap.threads, lap.samples, heat.hosts, limits)
+        row["timings"].append(about | figures)
+    return row
 
 
-def _unmeasured(case: Case, what: str, reason: str, peers: Iterable[str]) -> Record:
-    """The record of a cell that returned nothing."""
-    blank = {"reason": reason, "note": "", "errors": {}}
-    return (
-        {"pass": what}
-        | {name: getattr(case, name) for name in IDENTITY}
-        | {"backend": "none", "declined": {}, "status": "failed", "reason": reason, "verified": ""}
-        | {"peers": dict.fromkeys(peers, blank), "load": load(), "timings": []}
-    )
+def _unmeasured(case: Case, what: str, reason: str, verdicts: Mapping[str, Verdict]) -> Record:
+    """The record of a cell without times."""
+    return {
+        "pass": what,
+        **{name: getattr(case, name) for name in IDENTITY},
+        "backend": "none",
+        "declined": {},
+        "status": "failed" if reason else "ok",
+        "reason": reason,
+        "verified": "",
+        "peers": {name: dataclasses.asdict(x) for name, x in verdicts.items()},
+        "load": load(),
+        "timings": [],
+    }
 
 
 def explain(case: Case) -> Explanation:

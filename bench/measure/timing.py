@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,28 +28,25 @@ L2_BYTES = 256 << 20  # more than any GPU's L2
 SLEEP = (2e-4, 2e-2)  # sleep of the device before a phase, in s: added to twice the host's; at most
 
 
-class Clock(Protocol):
+class Clock:
     name: str
-    unmeasured: float  # approximate unmeasured seconds per call
+    unmeasured = 0.0  # approximate unmeasured seconds per call
     # What other processes took of all cores' time while `interleaved` last used this clock; None
     # where the system does not count it.
-    others: float | None
+    others: float | None = None
 
     def sample(self, program: Program, loops: int) -> list[float]:
         """Seconds per call of each phase, averaged over loops calls."""
-        ...
+        raise NotImplementedError
 
     def host(self, program: Program) -> list[float]:
         """Median seconds that the host took to submit each phase, over all samples; [] if the host
         itself computes."""
-        ...
+        return []
 
 
-class HostClock:
+class HostClock(Clock):
     """Times with one of Python's clocks: time.thread_time or time.perf_counter."""
-
-    unmeasured = 0.0
-    others: float | None = None
 
     def __init__(self, name: str, now: Callable[[], float]):
         self.name, self.now = name, now
@@ -64,11 +61,8 @@ class HostClock:
                 total[i] += now() - start
         return [t / loops for t in total]
 
-    def host(self, program: Program) -> list[float]:
-        return []
 
-
-class DeviceClock:
+class DeviceClock(Clock):
     """CUDA events around each phase, each after a write that empties the L2 cache.
 
     The device sleeps before the first event for longer than the host takes to submit the phase, so
@@ -78,7 +72,6 @@ class DeviceClock:
 
     name = "device events"
     unmeasured = SLEEP[0] + 1e-4  # the device sleeps, and empties its cache
-    others: float | None = None
 
     def __init__(self, cuda: Any = torch.cuda, now: Callable[[], float] = time.perf_counter):
         self.cuda, self.now = cuda, now

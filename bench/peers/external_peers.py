@@ -4,48 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..cases import FORWARD, Case, Inputs
 
 Call = Callable[[Inputs], Tensor]
-# Most bytes of (M, N) matrices that a peer which stores scores may hold at once.
-SCORES_BYTES = {"cpu": 512 << 20, "cuda": 8 << 30}
-COPIES = 4
-
-
-# ------------------------------------------------------------------------------------------- naive
-
-
-def naive_why_not(case: Case, what: str) -> str:
-    """Why a peer that stores scores is not tried; "" if the scores fit."""
-    size, most = COPIES * case.B * case.H * case.M * case.N * 4, SCORES_BYTES[case.device]
-    if size <= most:
-        return ""
-    return f"would hold {size / 1e9:.1f} GB of scores, at most {most / 1e9:.1f} GB is tried"
-
-
-def naive(case: Case) -> Call:
-    rule, group = case.rule, case.H // case.Hk
-    banded = rule.padded or rule.right is not None
-    hidden = ~case.compact_mask() if banded else None
-
-    def call(x: Inputs) -> Tensor:
-        k, v = (y.repeat_interleave(group, 1) if group > 1 else y for y in (x.k, x.v))
-        s = x.q @ k.mT / math.sqrt(case.D)
-        if x.bias is not None:
-            s = s + x.bias
-        if hidden is not None:
-            s = s.masked_fill(hidden, -torch.inf)
-        p = torch.softmax(s, -1)
-        return torch.nn.functional.dropout(p, rule.dropout_p) @ v
-
-    return call
 
 
 # ----------------------------------------------------------------------------------- flex_attention

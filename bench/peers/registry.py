@@ -23,12 +23,14 @@ from ..masks import SEED
 from . import external_peers
 
 Call = Callable[[Inputs], Tensor]
+# Most bytes of (M, N) matrices that a peer which stores scores may hold at once.
+SCORES_BYTES = {"cpu": 512 << 20, "cuda": 8 << 30}
+COPIES = 4
 
 
 @dataclass(frozen=True)
 class Peer:
     name: str
-    title: str
     prepare: Callable[[Case], Call]
     why_not: Callable[[Case, str], str] = lambda case, what: ""  # why it declines a case, or ""
     our_draws: bool = False  # its dropout is fastattn's, so the oracle can repeat it
@@ -107,67 +109,35 @@ def _unavailable(name: str) -> Callable[[Case, str], str]:
     return why_not
 
 
+def _scores_do_not_fit(case: Case, what: str) -> str:
+    """Why a peer that stores scores is not tried; "" if they fit."""
+    size, most = COPIES * case.B * case.H * case.M * case.N * 4, SCORES_BYTES[case.device]
+    if size <= most:
+        return ""
+    return f"would hold {size / 1e9:.1f} GB of scores, at most {most / 1e9:.1f} GB is tried"
+
+
 def _needs_cuda(case: Case, what: str) -> str:
     return "" if case.device == "cuda" else "runs on CUDA only"
 
 
+# fastattn-x and torch-x are the same functions with the backend x alone.
 SUBJECT = "fastattn"  # the package under test
 BASELINE = "torch"  # the peer that the tables compare it with
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(SUBJECT, "fastattn.attention", _fastattn(), our_draws=True),
-        Peer(BASELINE, "torch F.scaled_dot_product_attention", _torch()),
-        Peer("torch-flash", "torch SDPA, flash backend", _torch(SDPBackend.FLASH_ATTENTION)),
-        Peer(
-            "torch-efficient",
-            "torch SDPA, memory-efficient backend",
-            _torch(SDPBackend.EFFICIENT_ATTENTION),
-            _needs_cuda,
-        ),
-        Peer(
-            "torch-cudnn",
-            "torch SDPA, cuDNN backend",
-            _torch(SDPBackend.CUDNN_ATTENTION),
-            _needs_cuda,
-        ),
-        Peer(
-            "torch-math",
-            "torch SDPA, math backend",
-            _torch(SDPBackend.MATH),
-            external_peers.naive_why_not,
-        ),
-        Peer("flex", "compiled flex_attention", external_peers.flex, external_peers.flex_why_not),
-        Peer(
-            "naive", "matmul, softmax, matmul", external_peers.naive, external_peers.naive_why_not
-        ),
-        Peer(
-            "fastattn-triton",
-            'fastattn.attention(backend="triton")',
-            _fastattn("triton"),
-            _unavailable("triton"),
-            our_draws=True,
-        ),
-        Peer(
-            "fastattn-cuda",
-            'fastattn.attention(backend="cuda")',
-            _fastattn("cuda"),
-            _unavailable("cuda"),
-            our_draws=True,
-        ),
-        Peer(
-            "fastattn-reference",
-            'fastattn.attention(backend="reference")',
-            _fastattn("reference"),
-            external_peers.naive_why_not,
-            our_draws=True,
-        ),
-        Peer(
-            "flash-attn",
-            "flash_attn_func",
-            external_peers.flash_attn,
-            external_peers.flash_attn_why_not,
-        ),
+        Peer(SUBJECT, _fastattn(), our_draws=True),
+        Peer("fastattn-triton", _fastattn("triton"), _unavailable("triton"), our_draws=True),
+        Peer("fastattn-cuda", _fastattn("cuda"), _unavailable("cuda"), our_draws=True),
+        Peer("fastattn-reference", _fastattn("reference"), _scores_do_not_fit, our_draws=True),
+        Peer(BASELINE, _torch()),
+        Peer("torch-flash", _torch(SDPBackend.FLASH_ATTENTION)),
+        Peer("torch-efficient", _torch(SDPBackend.EFFICIENT_ATTENTION), _needs_cuda),
+        Peer("torch-cudnn", _torch(SDPBackend.CUDNN_ATTENTION), _needs_cuda),
+        Peer("torch-math", _torch(SDPBackend.MATH), _scores_do_not_fit),
+        Peer("flex", external_peers.flex, external_peers.flex_why_not),  # torch's, compiled
+        Peer("flash-attn", external_peers.flash_attn, external_peers.flash_attn_why_not),
     )
 }
 DEFAULT = {
@@ -180,8 +150,8 @@ DEFAULT = {
 COMPILED = ("flex",)  # some ten seconds to compile each case: only in a full sweep on a GPU
 
 
-def chosen(device: str, names: tuple[str, ...] = (), full: bool = False) -> dict[str, Peer]:
+def chosen(device: str, names: tuple[str, ...] = (), full: bool = False) -> tuple[str, ...]:
     """fastattn and the named peers, or the device's default."""
-    default = DEFAULT[device] + (COMPILED if full and device == "cuda" else ())
-    picked = dict.fromkeys((SUBJECT, *names)) if names else default
-    return {name: PEERS[name] for name in picked}
+    if names:
+        return tuple(dict.fromkeys((SUBJECT, *names)))
+    return DEFAULT[device] + (COMPILED if full and device == "cuda" else ())

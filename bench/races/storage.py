@@ -20,6 +20,7 @@ from fastattn.call.quantisation import dequantised, quantised
 from fastattn.kv_cache.key_offset import offset_of
 
 from ..measure.machine import RESULTS
+from ..measure.records import markdown
 
 FILE = "storage-error.txt"
 BATCH, HEADS, KEYS, ROWS = 4, 4, 1024, 4
@@ -132,21 +133,17 @@ def measure(data: str, d: int, keys: int = KEYS) -> Iterator[Row]:
 def table(rows: list[Row]) -> Iterator[str]:
     cells = {(row["storage"], row["data"], row["D"]): row for row in rows}
     columns = list(dict.fromkeys((row["data"], row["D"]) for row in rows))
-    yield _line("", "bits", *(f"{data}, D {d}" for data, d in columns))
-    yield _line(*["---"] * (2 + len(columns)))
+    lines = []
     for name, (bits, *_) in STORAGES.items():
         found = (cells[(name, *column)] for column in columns)
         errors = (f"{_percent(x, 'typical')} ({_percent(x, 'worst')})" for x in found)
-        yield _line(name, f"{bits:g}", *errors)
+        lines.append([name, f"{bits:g}", *errors])
+    return markdown(["", "bits", *(f"{data}, D {d}" for data, d in columns)], lines)
 
 
 def _percent(row: Row, which: str) -> str:
     percent = 100 * row[which]
     return f"{percent:.1f}%" if percent < 10 else f"{percent:.0f}%"
-
-
-def _line(*entries: str) -> str:
-    return f"| {' | '.join(entries)} |"
 
 
 def page(rows: list[Row]) -> str:

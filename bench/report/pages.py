@@ -10,11 +10,12 @@ from typing import Any
 from ..cases import BACKWARD, FORWARD
 from ..cpu_engines import report as engines
 from ..measure.machine import words
-from ..measure.records import first_threads, speedup_of, spread, timing_of
+from ..measure.records import first_threads, markdown, speedup_of, spread, timing_of
 from ..peers.registry import SUBJECT
 from .console import raced_name
 
 Result = dict[str, Any]
+Grid = dict[str, dict[str, str]]  # what is written, by row and column
 SHOWN_D, SHOWN_N = 64, 2048  # one cell of each kind is enough; the pictures have the rest
 
 
@@ -80,27 +81,20 @@ def _machine(result: Result) -> str:
 def speed(results: Sequence[Result]) -> Iterator[str]:
     """Our speed on one thread at SHOWN_D and SHOWN_N, or a mask's longest length: the ratio to
     torch and the percentage of the peak."""
-    grids = {_machine(x): _shown(x) for x in results}
-    columns = list(dict.fromkeys(key[2:] for grid in grids.values() for key in grid))
-    if not columns:
-        return
-    yield _row(f"D={SHOWN_D}", "machine", *(f"{mask}, N={n}" for mask, n in columns))
-    yield _row(*["---"] * (2 + len(columns)))
-    for dtype, what in dict.fromkeys(key[:2] for grid in grids.values() for key in grid):
-        for name, grid in grids.items():
-            entries = [_entry(grid.get((dtype, what, *column))) for column in columns]
-            if any(entries):
-                yield _row(f"{dtype} {what}", name, *entries)
+    return _side_by_side(f"D={SHOWN_D}", {_machine(x): _speeds(x) for x in results})
 
 
-def _shown(result: Result) -> dict[tuple[str, str, str, int], Result]:
+def _speeds(result: Result) -> Grid:
     cells = [c for c in result["cells"] if c["D"] == SHOWN_D and c["M"] == c["N"]]
     cells = [c for c in cells if c["pass"] in (FORWARD, BACKWARD)]
     masks = dict.fromkeys(c["mask"] for c in cells)
     lengths = {mask: _shown_length(cells, mask) for mask in masks}
-    return {
-        (c["dtype"], c["pass"], c["mask"], c["N"]): c for c in cells if c["N"] == lengths[c["mask"]]
-    }
+    grid: Grid = {}
+    for c in cells:
+        if c["N"] == lengths[c["mask"]]:
+            row = grid.setdefault(f"{c['dtype']} {c['pass']}", {})
+            row[f"{c['mask']}, N={c['N']}"] = _speed(c)
+    return grid
 
 
 def _shown_length(cells: list[Result], mask: str) -> int:
@@ -108,43 +102,46 @@ def _shown_length(cells: list[Result], mask: str) -> int:
     return SHOWN_N if SHOWN_N in lengths else max(lengths)
 
 
-def _entry(cell: Result | None) -> str:
-    if cell is None:
-        return ""
+def _speed(cell: Result) -> str:
     if cell["status"] != "ok":
         return "failed"
     entry = timing_of(cell, first_threads([cell]))
-    ratio, percent = speedup_of(entry), entry["peers"][SUBJECT]["percent_of_peak"]
-    parts = [f"{ratio['median']:.2f}x"] if ratio else []
-    return ", ".join(parts + ([f"{percent:.0f}%"] if percent else []))
+    percent = entry["peers"][SUBJECT]["percent_of_peak"]
+    return ", ".join([*_ratio(entry), *([f"{percent:.0f}%"] if percent else [])])
+
+
+def _ratio(entry: Result) -> list[str]:
+    ratio = speedup_of(entry)
+    return [f"{ratio['median']:.2f}x"] if ratio else []
 
 
 def decode(results: Sequence[Result]) -> Iterator[str]:
     """One row of queries on one thread: the ratio to torch, and GB/s of keys and values."""
-    grids = {}
-    for result in results:
-        cells = [c for c in result["cells"] if c["M"] == 1 and c["timings"]]
-        grids[_machine(result)] = {(c["dtype"], c["H"], c["Hk"], c["N"]): c for c in cells}
-    lengths = sorted({key[3] for grid in grids.values() for key in grid})
-    if not lengths:
-        return
-    yield _row("one row of queries", "machine", *(f"N={n}" for n in lengths))
-    yield _row(*["---"] * (2 + len(lengths)))
-    for kind in dict.fromkeys(key[:3] for grid in grids.values() for key in grid):
-        dtype, h, hk = kind
-        for name, grid in grids.items():
-            entries = [_reading(grid.get((*kind, n))) for n in lengths]
-            if any(entries):
-                yield _row(f"{dtype} {h}:{hk} heads", name, *entries)
+    return _side_by_side("one row of queries", {_machine(x): _readings(x) for x in results})
 
 
-def _reading(cell: Result | None) -> str:
-    if cell is None:
-        return ""
-    entry = timing_of(cell, first_threads([cell]))
-    ratio, ours = speedup_of(entry), entry["peers"][SUBJECT]
-    parts = [f"{ratio['median']:.2f}x"] if ratio else []
-    return ", ".join([*parts, f"{ours['kv_gbs']:.0f} GB/s"])
+def _readings(result: Result) -> Grid:
+    grid: Grid = {}
+    for c in result["cells"]:
+        if c["M"] == 1 and c["timings"]:
+            entry = timing_of(c, first_threads([c]))
+            row = grid.setdefault(f"{c['dtype']} {c['H']}:{c['Hk']} heads", {})
+            gbs = f"{entry['peers'][SUBJECT]['kv_gbs']:.0f} GB/s"
+            row[f"N={c['N']}"] = ", ".join([*_ratio(entry), gbs])
+    return grid
+
+
+def _side_by_side(corner: str, grids: Mapping[str, Grid]) -> Iterator[str]:
+    """A line for each row of the grids and each machine that has entries in it."""
+    every = [(title, row) for grid in grids.values() for title, row in grid.items()]
+    columns = list(dict.fromkeys(column for _, row in every for column in row))
+    rows = [
+        [title, machine, *(grid[title].get(column, "") for column in columns)]
+        for title in dict.fromkeys(title for title, _ in every)
+        for machine, grid in grids.items()
+        if any(grid.get(title, {}).values())
+    ]
+    return markdown([corner, "machine", *columns], rows) if rows else iter(())
 
 
 def derivatives(results: Sequence[Result]) -> Iterator[str]:
@@ -159,10 +156,9 @@ def races(results: Sequence[Result]) -> Iterator[str]:
     rows = [(_machine(x), row) for x in results for row in x.get(x["kind"], [])]
     if not rows:
         return
-    yield _row("", "machine", "ms, ours and the other's", "ratio [quartiles]", "aim")
-    yield _row(*["---"] * 5)
-    for machine, row in sorted(rows, key=lambda x: (x[1]["pass"], x[1]["what"], x[1]["dtype"])):
-        yield _row(raced_name(row), machine, *_raced(row))
+    rows.sort(key=lambda x: (x[1]["pass"], x[1]["what"], x[1]["dtype"]))
+    head = "", "machine", "ms, ours and the other's", "ratio [quartiles]", "aim"
+    yield from markdown(head, ([raced_name(row), machine, *_raced(row)] for machine, row in rows))
 
 
 def _raced(row: Result) -> list[str]:
@@ -182,17 +178,13 @@ def _memory(results: Sequence[Result], title: str) -> Iterator[str]:
     rows = [row for x in results[:1] for row in x["memory"] if row["extra_bytes"] is not None]
     if not rows:
         return
+    sizes: Grid = {}
+    for row in rows:
+        of = sizes.setdefault(f"{row['mask']}, N={row['N']}", {})
+        of[row["peer"]] = f"{row['extra_bytes'] / 1e6:.1f}"
     peers = list(dict.fromkeys(row["peer"] for row in rows))
-    grid = {(row["mask"], row["N"], row["peer"]): row["extra_bytes"] for row in rows}
-    yield _row(title, *peers)
-    yield _row(*["---"] * (1 + len(peers)))
-    for mask, n in dict.fromkeys(key[:2] for key in grid):
-        sizes = (grid.get((mask, n, peer)) for peer in peers)
-        yield _row(f"{mask}, N={n}", *("" if x is None else f"{x / 1e6:.1f}" for x in sizes))
-
-
-def _row(*entries: str) -> str:
-    return f"| {' | '.join(entries)} |"
+    lines = ([name, *(of.get(peer, "") for peer in peers)] for name, of in sizes.items())
+    yield from markdown([title, *peers], lines)
 
 
 # name: the kind of result with its data, and the function that makes lines from such results

@@ -45,8 +45,8 @@ def crashed():
         assert len({process.call(os.getpid) for _ in range(2)} - {os.getpid()}) == 1  # it stays
         with pytest.raises(isolated_process.Raised, match="raised ZeroDivisionError: float divmod"):
             process.call(divmod, 1.0, 0.0)
-        given = (case(N=20), case(N=30)), (FORWARD, TRAINING), dict.fromkeys(CRASHING)
-        yield list(run.cells(*given, LIMITS, 0.002, (1,), process))
+        plan = run.Plan((FORWARD, TRAINING), CRASHING, LIMITS, 0.002, (1,))
+        yield list(run.cells((case(N=20), case(N=30)), plan, process))
 
 
 @pytest.mark.slow

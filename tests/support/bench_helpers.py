@@ -21,10 +21,10 @@ def case(mask: str = "full", dtype: str = "float32", **sizes) -> Case:
 
 
 def cells(*cases: Case, passes=PASSES, names=(registry.BASELINE,), threads=(1,)) -> list[dict]:
-    chosen = registry.chosen("cpu", names)
+    plan = run.Plan(passes, registry.chosen("cpu", names), LIMITS, SECONDS, threads)
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
-        return list(run.cells(cases, passes, chosen, LIMITS, SECONDS, threads))
+        return list(run.cells(cases, plan))
 
 
 def hurry(patch: pytest.MonkeyPatch) -> None:

@@ -46,5 +46,5 @@ def _crashing(crash, when):
 
 CRASHES = {"aborts": _aborts, "fills": _fills, "poisons": _poisons}
 for name, crash in CRASHES.items():
-    PEERS[name] = Peer(name, "", _crashing(crash, 1))
-    PEERS[f"{name} while timed"] = Peer(name, "", _crashing(crash, TIMED))
+    PEERS[name] = Peer(name, _crashing(crash, 1))
+    PEERS[f"{name} while timed"] = Peer(name, _crashing(crash, TIMED))
