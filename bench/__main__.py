@@ -70,9 +70,7 @@ def parser() -> argparse.ArgumentParser:
 def _measuring(of: dict[str, argparse.ArgumentParser]) -> None:
     names = "sweep", "race", "models", "engines", "memory"
     sweep, race, models, engines, memory = (of[name] for name in names)
-    size = sweep.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="under two minutes; the default")
-    size.add_argument("--full", action="store_true", help="every length and head dim")
+    sweep.add_argument("--full", action="store_true", help="every length and head dim")
     sweep.add_argument("--dims", type=int, nargs="+", metavar="D")
     sweep.add_argument("--masks", nargs="+", choices=tuple(MASKS))
     sweep.add_argument("--passes", nargs="+", choices=PASSES)

@@ -52,11 +52,9 @@ def sweep(options: Options) -> int:
 
 def grids(options: Options, preset: str) -> tuple[Grid, ...]:
     """The preset's grids; with a given axis, one grid of it and the first grid's other axes."""
-    axes = ("lengths", "dims", "dtypes", "masks")
-    given = {axis: tuple(getattr(options, axis)) for axis in axes if getattr(options, axis)}
-    first = GRIDS[preset][0]
-    rest = {axis: getattr(first, axis) for axis in axes}
-    return (Grid(**rest | given),) if given else GRIDS[preset]
+    axes = (axis.name for axis in dataclasses.fields(Grid))
+    given = {axis: tuple(x) for axis in axes if (x := getattr(options, axis))}
+    return (dataclasses.replace(GRIDS[preset][0], **given),) if given else GRIDS[preset]
 
 
 def race(options: Options) -> int:

@@ -1,8 +1,8 @@
 """score_mod and mask_mod: calls with a function beside the same call without, beside torch's with a
-ready dense mask, and beside torch's compiled flex_attention.
+ready dense mask.
 
-A call of ours begins with the user's functions each time; a dense
-mask, a block mask and compiled code of torch's exist before the clock starts.
+A call of ours begins with the user's functions each time; a dense mask exists before the clock
+starts. The peer `flex` of a sweep is torch's compiled flex_attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from .race import Race
 N, HEADS, DIM = 2048, 4, 64
 AIM = {"float32": 1.25, "bfloat16": 1.4}  # most of a call without a function, forward
 TRAINED = 1.2  # the same of a training step
-BESIDE_COMPILED = {"float32": 1.5, "bfloat16": 3.5}
 Function = Callable[..., Any]
 
 
@@ -72,13 +71,6 @@ def races(dtypes: Sequence[str] = BOTH, scale: float = 1.0) -> Iterator[Race]:
                 mask: Any = dict(mask_mod=function)
                 yield over_plain(title, dtype, what, given, aim=1.15, share=share, **mask)
             yield beside_a_mask(name, dtype, given, mask_mod=function)
-
-
-def compiled_races(dtypes: Sequence[str] = BOTH, scale: float = 1.0) -> Iterator[Race]:
-    n = int(N * scale)
-    for dtype in dtypes:
-        given = [torch.randn(1, HEADS, n, DIM, dtype=DTYPES[dtype]) for _ in range(3)]
-        yield from beside_compiled(dtype, given, n)
 
 
 def call(given: Sequence[Tensor], score: Function | None, mask: Function | None) -> Tensor:
@@ -137,31 +129,6 @@ def beside_a_mask(
 
     title = f"torch with a dense mask over {name}"
     return Race(title, dtype, FORWARD, ours, other, aim=1.0, same=not capped)
-
-
-def beside_compiled(dtype: str, given: Sequence[Tensor], n: int) -> Iterator[Race]:
-    """torch's compiled flex_attention over ours."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    cases: dict[str, tuple[Function | None, Function | None]] = {
-        name: (x, None) for name, x in scores(n).items()
-    }
-    cases |= {name: (None, x) for name, x in masks(n).items()}
-    for name, (score_mod, mask_mod) in cases.items():
-        torch.compiler.reset()
-        run = torch.compile(flex_attention)
-        sizes = (None, None, n, n, "cpu")
-        block_mask = None if mask_mod is None else create_block_mask(mask_mod, *sizes)
-
-        def ours(score_mod=score_mod, mask_mod=mask_mod) -> list[Any]:
-            return [call(given, score_mod, mask_mod)]
-
-        def other(run=run, score_mod=score_mod, block_mask=block_mask) -> list[Any]:
-            with torch.no_grad():
-                return [run(*given, score_mod=score_mod, block_mask=block_mask)]
-
-        title = f"compiled flex over {name}"
-        yield Race(title, dtype, FORWARD, ours, other, aim=BESIDE_COMPILED[dtype])
 
 
 def shown_by(mask_mod: Function, n: int) -> Tensor:

@@ -21,7 +21,6 @@ CALLS = 20  # one sample is this many calls
 AIMS = {1: 0.8, 2: 0.8, 4: 1.0, 8: 1.0}
 SHORT = (16, 32, 64, 128, 256, 512)
 HEADS, DIM = 8, 64
-SMALL = (1, 4, 16, 32, 64)  # lengths at which a call is little more than its overhead
 OURS = {"attention": fastattn.attention}
 OURS["scaled_dot_product_attention"] = fastattn.scaled_dot_product_attention
 
@@ -42,11 +41,6 @@ def decode(dtypes: Sequence[str], scale: float) -> Iterator[Case]:
 def trained(dtypes: Sequence[str], scale: float) -> Iterator[Case]:
     for dtype, (b, h, m, n) in itertools.product(dtypes, TRAINED):
         yield Case("cpu", dtype, "full", b, h, max(2, int(n * scale)), DIM, M=m)
-
-
-def small(dtypes: Sequence[str], scale: float) -> Iterator[Case]:
-    for dtype, n in itertools.product(dtypes, SMALL):
-        yield Case("cpu", dtype, "full", B=2, H=8, N=n, D=64)
 
 
 def races(dtypes: Sequence[str], scale: float) -> Iterator[Race]:

@@ -31,7 +31,6 @@ TABLES = {
     "few-rows": Table(
         "forward and backward of 1 to 3 rows", small.trained, (TRAINING,), F32, None, 1.0
     ),
-    "small": Table("lengths 1 to 64", small.small, (FORWARD,), threads=None, seconds=0.1),
     "tiny": Table("calls of 1 to 8 rows and keys, beside torch's", small.races, dtypes=F32),
     "short": Table("causal over full at lengths 16 to 512", small.causal, dtypes=F32),
     "serving": Table(
@@ -39,7 +38,6 @@ TABLES = {
         *(packed.races, (), BOTH, None),
     ),
     "flex": Table("score_mod and mask_mod: beside no function, a dense mask", functions.races),
-    "compiled-flex": Table("the same beside torch's compiled function", functions.compiled_races),
     "latent": Table("latent attention: beside products, keys of heads, torch", latent.races),
     "selected": Table("keys that rows select: beside gathered keys, a mask", selected.races),
     "derivatives": Table(

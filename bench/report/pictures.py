@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,26 @@ def draw_all(result: Result, stem: Path) -> Iterator[str]:
     """Write <stem>-speedup.png if the result has data for it; yield what was written, or why
     nothing was."""
     name = f"{stem.name.removesuffix('-speedup')}-speedup.png"
-    return written((heatmap.draw(x, new_figure), stem.with_name(name)) for x in [result])
+    return _written(heatmap.draw, result, stem.with_name(name))
 
 
 def draw_glance(results: Sequence[Result], path: Path) -> Iterator[str]:
     """Write the picture of the README, which has a mark for each machine."""
-    return written((glance.draw(x, new_figure), path) for x in [results])
+    return _written(glance.draw, results, path)
 
 
-def written(figures: Iterator[tuple[Any, Path]]) -> Iterator[str]:
-    """Save each figure; yield what was written, or why nothing was."""
+def _written(draw: Callable[..., Any], data: Any, path: Path) -> Iterator[str]:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         yield f"no picture: matplotlib is not installed ({error})"
         return
-    for figure, path in figures:
-        if figure is not None:
-            drawn = io.BytesIO()
-            figure.savefig(drawn, dpi=DPI, format="png")
-            with_palette(drawn).save(path, optimize=True)
-            yield f"wrote {path}"
+    figure = draw(data, new_figure)
+    if figure is not None:
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=DPI, format="png")
+        with_palette(drawn).save(path, optimize=True)
+        yield f"wrote {path}"
 
 
 def with_palette(file: Any) -> Any:

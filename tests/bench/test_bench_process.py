@@ -111,13 +111,13 @@ class Here:
         return "cpu" if x == "cuda" else x
 
 
-@parametrize("command", ["sweep", "race small", "memory"], fast=1)
+@parametrize("command", ["sweep", "race decode", "memory"], fast=1)
 def test_only_the_measuring_process_uses_the_gpu(command, monkeypatch, tmp_path):
     """As exclusive compute mode requires. This torch has no CUDA: using it here would raise."""
     process = Here()
     hurry(monkeypatch)
     monkeypatch.setattr(isolated_process, "Process", lambda: process)
-    monkeypatch.setattr(small, "SMALL", (4,))
+    monkeypatch.setattr(small, "LENGTHS", (4,))
     given = ["--device", "cuda", "--output", str(tmp_path), "--peers", BASELINE]
     given += [] if command == "memory" else ["--seconds", "0.002", "--dtypes", "bfloat16"]
     given += [] if command.startswith("race") else ["--lengths", "40"]

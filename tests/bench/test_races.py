@@ -57,10 +57,10 @@ def test_each_row_of_a_table_is_held_against_the_other_way(name, tmp_path, monke
 
 def test_every_table_is_tested():
     timed = {name for name, table in TABLES.items() if not table.whats and not table.lines}
-    assert timed - {"compiled-flex"} == set(ROWS)
+    assert timed == set(ROWS)
 
 
-@pytest.mark.parametrize("name, cells", [("decode", 18), ("few-rows", 7), ("small", 5)])
+@pytest.mark.parametrize("name, cells", [("decode", 18), ("few-rows", 7)])
 def test_rows_against_the_oracle_are_cells(name, cells, tmp_path, capsys):
     given = ["--device", "cpu", "--dtypes", "float32", "--scale", "0.01", *FAST]
     result = run(tmp_path, "race", name, *given)
