@@ -44,7 +44,7 @@ def sweep(options: Options) -> int:
         if not options.sweep_only:
             if process:  # the memory probes are processes that use the same GPU
                 process.close()
-            result["memory"] = peak_memory.measure(device)
+            result["memory"] += peak_memory.measure(device)
         _cells(result, options, cases, tuple(options.passes or PASSES), SECONDS[preset], process)
     _print(console.table(result["cells"]))
     return _finish(result, options)
@@ -73,9 +73,8 @@ def _table(name: str, table: Table, options: Options) -> int:
     with _result(name, options, "cpu", dtypes) as result:
         counts = options.threads or table.threads or (torch.get_num_threads(),)
         _raced(result, rows, options.seconds or table.seconds, counts)
-        for row in table.memory(options.scale) if table.memory and not options.only else ():
-            result["memory"].append(row)
-            print(console.memory_line(row), flush=True)
+        if table.memory and not options.only:
+            _remembered(result, table.memory(options.scale))
     return _finish(result, options)
 
 
@@ -107,6 +106,12 @@ def _raced(
         print(console.race_line(found[-1]), flush=True)
 
 
+def _remembered(result: Result, rows: Iterable[Result]) -> None:
+    for row in rows:
+        result["memory"].append(row)
+        print(console.memory_line(row), flush=True)
+
+
 def models(options: Options) -> int:
     """Whole models, as races at each number of threads."""
     dtypes, lengths = options.dtypes or BOTH, options.lengths or whole_models.LENGTHS
@@ -126,10 +131,8 @@ def memory(options: Options) -> int:
     ):
         if process:
             process.close()
-        for mask in options.masks:
-            for n in options.lengths or peak_memory.LENGTHS:
-                result["memory"] += peak_memory.measure(device, (n,), (mask,), peers)
-                _print(map(console.memory_line, result["memory"][-len(peers) :]))
+        lengths = options.lengths or peak_memory.LENGTHS
+        _remembered(result, peak_memory.measure(device, lengths, options.masks, peers))
     return _finish(result, options)
 
 

@@ -5,7 +5,8 @@ The outputs and gradients count as extra; q, k, v, a mask and what the first cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ def measure(
     lengths: Sequence[int] = LENGTHS[-1:],
     masks: Sequence[str] = ("dropout",),
     peers: Sequence[str] = (SUBJECT, BASELINE),
-) -> list[Record]:
+) -> Iterator[Record]:
     """A record for each mask, length and peer: extra_bytes, or None and the reason as error."""
-    return [_record(device, x, n, peer) for x in masks for n in lengths for peer in peers]
+    for mask, n, peer in itertools.product(masks, lengths, peers):
+        yield _record(device, mask, n, peer)
 
 
 def _record(device: str, mask: str, n: int, peer: str) -> Record:

@@ -93,68 +93,56 @@ class CompiledKernel:
 # ------------------------------------------------------------------------------------ what to call
 
 
-def everything(B: int, H: int, M: int, N: int) -> dict[str, Any]:
-    meta = functools.partial(torch.empty, device="meta")
-    return dict(
-        Hk=2,
-        causal="bottom_right",
-        left=1000,
-        softcap=30.0,
-        dropout_p=0.1,
-        mask=meta((B, H, M, N)),
-        key_lengths=meta(B, dtype=torch.int64),
-        alibi_slopes=meta((B, H)),
-        sinks=meta(H),
-        seed=meta(1, dtype=torch.int64),
-    )
-
-
 class Variant(NamedTuple):
-    options: Callable[..., dict[str, Any]]
+    """`options` are those of spec.Options and of spec.Tensors; and Hk, `precision` of float32
+    products, `packed`, the keys of a `page`, and by how much rows are `short` of the head dim."""
+
+    options: dict[str, Any]
     kernels: tuple[str, ...] = ()  # the kernels that the options change; () for all
     tangents: bool = False  # run only the passes that take tangents
 
 
 PAIR = ("forward", "dq", *BY_KEYS)
 MOVED = ("jvp", "rates", "dq_t", *BY_KEYS)
-ONE = {  # each feature alone: its options
-    "mask": ("mask",),
-    "alibi": ("alibi_slopes",),
-    "softcap": ("softcap",),
-    "dropout": ("dropout_p", "seed"),
+B, H, N = 2, 8, 4096  # of every call
+
+empty = functools.partial(torch.empty, device="meta")
+CAUSAL: dict[str, Any] = dict(causal="top_left", Hk=2)
+MASK = empty((B, H, N, N))
+ONE: dict[str, dict[str, Any]] = {  # each feature alone
+    "mask": dict(mask=MASK.to(torch.bfloat16)),
+    "alibi": dict(alibi_slopes=empty((B, H))),
+    "softcap": dict(softcap=30.0),
+    "dropout": dict(dropout_p=0.1, seed=empty(1, dtype=torch.int64)),
 }
-
-
-def alone(feature: str, *sizes: int) -> dict[str, Any]:
-    """Options of one feature. Its mask is bfloat16; that of `everything` is float32."""
-    found = {x: y for x, y in everything(*sizes).items() if x in ONE[feature]}
-    return dict(mask=found["mask"].to(torch.bfloat16)) if feature == "mask" else found
-
-
-def shared_mask(B: int, H: int, M: int, N: int) -> dict[str, Any]:
-    """One mask for all items and heads: a block mask is computed from it first."""
-    return dict(mask=torch.empty((1, 1, M, N), device="meta", dtype=torch.bfloat16))
-
-
+EVERYTHING: dict[str, Any] = dict(
+    Hk=2,
+    causal="bottom_right",
+    left=1000,
+    **ONE["alibi"],
+    **ONE["softcap"],
+    **ONE["dropout"],
+    mask=MASK,
+    key_lengths=empty(B, dtype=torch.int64),
+    sinks=empty(H),
+)
+# One mask for all items and heads: a block mask is computed from it first.
+SHARED_MASK = empty((1, 1, N, N), dtype=torch.bfloat16)
 VARIANTS = {
-    "plain": Variant(lambda *sizes: {}),
-    "causal": Variant(lambda *sizes: dict(causal="top_left", Hk=2), PAIR),
-    **{x: Variant(functools.partial(alone, x), PAIR) for x in ONE},
-    "block mask": Variant(shared_mask, (*PAIR, "block_mask", "block_mask keys")),
-    "everything": Variant(everything, (*PAIR, "dmask", "split", "weights average")),
-    "packed": Variant(
-        lambda *sizes: dict(causal="bottom_right", Hk=2, packed=True), (*PAIR, "split")
-    ),
+    "plain": Variant({}),
+    "causal": Variant(CAUSAL, PAIR),
+    **{x: Variant(options, PAIR) for x, options in ONE.items()},
+    "block mask": Variant(dict(mask=SHARED_MASK), (*PAIR, "block_mask", "block_mask keys")),
+    "everything": Variant(EVERYTHING, (*PAIR, "dmask", "split", "weights average")),
+    "packed": Variant(dict(causal="bottom_right", Hk=2, packed=True), (*PAIR, "split")),
     # Pages with fewer keys than a tile: their rows are gathered.
-    "paged": Variant(
-        lambda *sizes: dict(causal="bottom_right", Hk=2, page=16), ("forward", "split")
-    ),
+    "paged": Variant(dict(causal="bottom_right", Hk=2, page=16), ("forward", "split")),
     # Rows that no tensor descriptor can read: their size is not a multiple of 16 bytes.
-    "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
-    "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, precision="tf32"), PAIR),
-    "ieee": Variant(lambda *sizes: dict(causal="top_left", Hk=2, precision="ieee"), PAIR),
-    "tangents": Variant(lambda *sizes: dict(causal="top_left", Hk=2), MOVED, True),
-    "tangents-all": Variant(everything, (*MOVED, "dmask_t"), True),
+    "strided": Variant(CAUSAL | dict(short=4), (*PAIR, "split")),
+    "tf32": Variant(CAUSAL | dict(precision="tf32"), PAIR),
+    "ieee": Variant(CAUSAL | dict(precision="ieee"), PAIR),
+    "tangents": Variant(CAUSAL, MOVED, True),
+    "tangents-all": Variant(EVERYTHING, (*MOVED, "dmask_t"), True),
 }
 SIXTEEN_BITS = (*ONE, "block mask", "packed", "paged")
 
@@ -191,8 +179,8 @@ def call(case: KernelCase) -> None:
     from fastattn.backends.triton.tangents import TritonWithTangents
     from fastattn.call import spec, validation
 
-    dtype, B, H, N = getattr(torch, case.dtype), 2, 8, 4096
-    o = VARIANTS[case.variant].options(B, H, N, N)
+    dtype = getattr(torch, case.dtype)
+    o = dict(VARIANTS[case.variant].options)
     Hk, D = o.pop("Hk", H), case.head_dim - o.pop("short", 0)
     precision = o.pop("precision", "none")  # torch's default
     tensors = ("mask", "key_lengths", "alibi_slopes", "sinks", "seed")

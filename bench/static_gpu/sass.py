@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import operator
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@(!?\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
@@ -123,18 +124,19 @@ class Code:
 
     @functools.cached_property
     def loops(self) -> list[Loop]:
-        """The natural loops: a branch goes back to a block that dominates its own."""
+        """The natural loops: a branch goes back to a block that no way to it avoids."""
+        after = {block: self.successors(block) for block in self.order}
         before: dict[int, list[int]] = {block: [] for block in self.order}
         for block in self.order:
-            for x in self.successors(block):
+            for x in after[block]:
                 before[x].append(block)
         place = {block: i for i, block in enumerate(self.order)}
-        dominator = _dominators(self.order, place, before)
         bodies: dict[int, set[int]] = {}
         for block in self.order:
-            for header in self.successors(block):
-                if place[header] <= place[block] and _dominates(dominator, header, block):
-                    bodies.setdefault(header, {header}).update(_body(before, header, block))
+            for header in after[block]:
+                if place[header] <= place[block] and block not in _reached(after, 0, header):
+                    body = _reached(before, block, header)
+                    bodies.setdefault(header, {header}).update(body)
         return [Loop(header, frozenset(body)) for header, body in sorted(bodies.items())]
 
     def main_loops(self) -> list[Loop]:
@@ -169,40 +171,14 @@ class Code:
         return sorted(count(self.iteration(loop)) for loop in self.main_loops())
 
 
-def _dominators(
-    order: list[int], place: dict[int, int], before: dict[int, list[int]]
-) -> dict[int, int]:
-    """The immediate dominator of each block (Cooper, Harvey and Kennedy 2001)."""
-    found = {order[0]: order[0]}
-
-    def common(a: int, b: int) -> int:
-        while a != b:
-            a, b = (found[a], b) if place[a] > place[b] else (a, found[b])
-        return a
-
-    changed = True
-    while changed:
-        changed = False
-        for block in order[1:]:
-            new = functools.reduce(common, [x for x in before[block] if x in found])
-            changed |= found.get(block) != new
-            found[block] = new
-    return found
-
-
-def _dominates(dominator: dict[int, int], a: int, b: int) -> bool:
-    while b != a and dominator[b] != b:
-        b = dominator[b]
-    return a == b
-
-
-def _body(before: dict[int, list[int]], header: int, latch: int) -> set[int]:
-    found, todo = {header}, [latch]
+def _reached(edges: Mapping[int, Sequence[int]], start: int, without: int) -> set[int]:
+    """The blocks that edges lead to from `start`, not through `without`."""
+    found, todo = set(), [start]
     while todo:
         block = todo.pop()
-        if block not in found:
+        if block not in found and block != without:
             found.add(block)
-            todo += before[block]
+            todo += edges[block]
     return found
 
 
