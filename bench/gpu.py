@@ -110,7 +110,8 @@ def command(options: argparse.Namespace) -> int:
         raise ValueError(f"{why}. --rehearse needs no GPU")
     rehearsal = options.rehearse or not torch.cuda.is_available()
     parts = [x for x in PARTS if not options.only or any(y in x.name for y in options.only)]
-    parts = [x for x in parts if x.rehearsal or not rehearsal]
+    if rehearsal:
+        parts = [x._replace(command=x.rehearsal, tool="") for x in parts if x.rehearsal]
     if not parts:
         raise ValueError(f"--only: got {options.only}, expected some of {[x.name for x in PARTS]}")
     # A process that has used a GPU holds it, so this process leaves the GPU to the parts.
@@ -122,15 +123,13 @@ def command(options: argparse.Namespace) -> int:
     record = _begun(rehearsal, where, parts)
     if rehearsal:
         print("A rehearsal: no GPU is used, and nothing here is a measurement of one.", flush=True)
-    _perform_all(record, path, parts, rehearsal, 60 * options.minutes)
+    _perform_all(record, path, parts, 60 * options.minutes)
     print(*table(record), f"wrote {path} and {path.with_suffix('.md').name}", sep="\n")
     failed = {x["status"] for x in record["parts"]} & {FAILED, TIMEOUT}
     return 1 if failed else 0 if record["complete"] else 130
 
 
-def _perform_all(
-    record: Record, path: Path, parts: list[Part], rehearsal: bool, seconds: float
-) -> None:
+def _perform_all(record: Record, path: Path, parts: list[Part], seconds: float) -> None:
     """Ctrl-C ends the run and keeps finished parts."""
     end = time.monotonic() + seconds
     try:
@@ -139,7 +138,7 @@ def _perform_all(
             if (left := end - time.monotonic()) <= 0:
                 break
             print(f"[{number + 1}/{len(parts)}] {part.name}", flush=True)
-            done = record["parts"][number] = perform(part, rehearsal, min(part.limit, left))
+            done = record["parts"][number] = perform(part, min(part.limit, left))
             print(f"    {done['status']} in {done['seconds']:.0f} s: {done['last']}", flush=True)
     except KeyboardInterrupt:
         print("\ninterrupted: finished parts are kept", file=sys.stderr)
@@ -156,32 +155,31 @@ def _begun(rehearsal: bool, where: Record, parts: list[Part]) -> Record:
         "machine": where,
         "versions": machine.versions(),
         "commit": machine.commit(),
-        "parts": [_part_record(x, UNDONE, rehearsal) for x in parts],
+        "parts": [_part_record(x, UNDONE) for x in parts],
     }
 
 
-def _part_record(part: Part, status: str, rehearsal: bool, **more: Any) -> Record:
+def _part_record(part: Part, status: str, **more: Any) -> Record:
     blank = {"code": None, "seconds": 0.0, "last": "", "tail": [], "results": []}
-    about = {"name": part.name, "status": status, "limit": part.limit}
-    return about | {"command": part.rehearsal if rehearsal else part.command} | blank | more
+    about = {"name": part.name, "status": status, "limit": part.limit, "command": part.command}
+    return about | blank | more
 
 
-def perform(part: Part, rehearsal: bool, limit: float) -> Record:
+def perform(part: Part, limit: float) -> Record:
     """Run a part and return its record, even if the part fails."""
-    if part.tool and not rehearsal and not shutil.which(part.tool, path=TOOLS):
+    if part.tool and not shutil.which(part.tool, path=TOOLS):
         last = f"no {part.tool} on PATH or in /usr/local/cuda/bin"
-        return _part_record(part, MISSING, rehearsal, last=last)
+        return _part_record(part, MISSING, last=last)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         given = {"python": sys.executable, "out": folder}
         given["venv"] = sys.prefix if sys.prefix != sys.base_prefix else ""
-        text = part.rehearsal if rehearsal else part.command
-        code, late, lines = _call([x.format(**given) for x in shlex.split(text)], limit)
+        code, late, lines = _call([x.format(**given) for x in shlex.split(part.command)], limit)
         found = [json.loads(x.read_text()) for x in sorted(Path(folder).glob("*.json"))]
     status = TIMEOUT if late else OK if code == 0 else FAILED
     last = next((x for x in reversed(lines) if x.strip() and not x.startswith("wrote /")), "")
     outcome = {"code": code, "seconds": round(time.monotonic() - started, 1), "last": last}
-    return _part_record(part, status, rehearsal, **outcome, tail=lines, results=found)
+    return _part_record(part, status, **outcome, tail=lines, results=found)
 
 
 def _call(command: list[str], limit: float) -> tuple[int | None, bool, list[str]]:

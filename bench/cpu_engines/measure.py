@@ -99,11 +99,8 @@ def measure(row: Row, workers: Workers, seconds: float = SECONDS) -> Record:
             peers[name]["ratio"] = ratio(lap, laps[SUBJECT])
     rounds = max((len(lap) for lap in laps.values()), default=0)
     failed = reasons.get(SUBJECT, "")
-    return record | {
-        "status": "failed" if failed else "ok",
-        "reason": failed,
-        "rounds": rounds,
-    }
+    status = "failed" if failed else "ok"
+    return record | {"status": status, "reason": failed, "rounds": rounds}
 
 
 def verified(row: Row, workers: Workers) -> dict[str, Record]:

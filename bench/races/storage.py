@@ -36,8 +36,8 @@ Store = Callable[[Tensor], Tensor]  # (B,Hk,N,D) -> the values that are read bac
 Row = dict[str, Any]
 
 
-def in_eight_bits(x: Tensor, storage: torch.dtype) -> Tensor:
-    return dequantised(*quantised(x, storage), x.dtype)
+def in_eight_bits(storage: torch.dtype) -> Store:
+    return lambda x: dequantised(*quantised(x, storage), x.dtype)
 
 
 def in_four_bits(x: Tensor) -> Tensor:
@@ -82,18 +82,11 @@ def along_tokens(group: int) -> Store:
     return lambda x: with_minimum(x.mT, -1, group).mT
 
 
-def eight(storage: torch.dtype) -> Store:
-    return lambda x: in_eight_bits(x, storage)
-
-
+INT8, E4M3 = in_eight_bits(torch.int8), in_eight_bits(torch.float8_e4m3fn)
 # Name: bits of a number at D 128, how K is stored, how V is.
 STORAGES: dict[str, tuple[float, Store, Store]] = {
-    "fastattn int8": (8.25, less_an_offset(eight(torch.int8)), eight(torch.int8)),
-    "fastattn float8_e4m3fn": (
-        8.25,
-        less_an_offset(eight(torch.float8_e4m3fn)),
-        eight(torch.float8_e4m3fn),
-    ),
+    "fastattn int8": (8.25, less_an_offset(INT8), INT8),
+    "fastattn float8_e4m3fn": (8.25, less_an_offset(E4M3), E4M3),
     "fastattn int4": (5, less_an_offset(in_four_bits), in_four_bits),
     "ggml q4_0": (4.5, q4_0, q4_0),
     "ggml q4_1": (5, along_rows(32), along_rows(32)),

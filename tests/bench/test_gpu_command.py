@@ -84,7 +84,7 @@ def test_parts_that_did_not_start_and_tools_that_are_missing_are_reported(of):
     status, parts, _ = of(GOOD, arguments=["--minutes", "0"])
     assert status == 130 and [x["status"] for x in parts] == [UNDONE]
     lacking = part("lacking", "raise SystemExit(1)", tool="no-such-tool")
-    found = gpu.perform(lacking, rehearsal=False, limit=5)
+    found = gpu.perform(lacking, limit=5)
     assert found["status"] == MISSING and "no no-such-tool on PATH" in found["last"]
 
 
