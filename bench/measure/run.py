@@ -175,14 +175,6 @@ def program(peer: Peer, case: Case, what: str, inputs: Any) -> timing.Program:
     )
 
 
-def totals(samples: Mapping[str, list[list[float]]], what: str) -> dict[str, list[float]]:
-    """Seconds of a pass by name, a value for each round."""
-    return {
-        name: [sum(laps[i] for i in PARTS[what]) for laps in rounds]
-        for name, rounds in samples.items()
-    }
-
-
 def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
     choice = explain(case)
     declined = choice.declined if choice.backend == "reference" else {}
@@ -190,8 +182,8 @@ def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
     row |= {"backend": choice.backend, "declined": declined, "verified": heat.scope}
     for lap in heat.laps:
         about = {"threads": lap.threads, "clock": lap.clock, "others": lap.others}
-        figures = _summary(case, what, lap.threads, lap.samples, heat.hosts, limits)
-        row["timings"].append(about | figures)
+        found = _summary(case, what, lap.threads, lap.samples, heat.hosts, limits)
+        row["timings"].append(about | found)
     return row
 
 
@@ -225,11 +217,14 @@ def _summary(
 ) -> Record:
     """Medians and quartiles by peer; our speed-up over each, a ratio per round; and, if a device
     was timed, the milliseconds that the host takes to submit the call."""
-    seconds = totals(samples, what)
+    seconds = {  # of the pass, a value for each round
+        name: [sum(laps[i] for i in PARTS[what]) for laps in rounds]
+        for name, rounds in samples.items()
+    }
     ours = seconds[SUBJECT]
     peers: Record = {}
     for name, values in seconds.items():
-        peers[name] = figures(case, what, threads, values, limits)
+        peers[name] = _figures(case, what, threads, values, limits)
         if name in hosts:
             peers[name]["host_ms"] = 1e3 * sum(hosts[name][i] for i in PARTS[what])
         if name != SUBJECT:
@@ -237,7 +232,7 @@ def _summary(
     return {"rounds": len(ours), "peers": peers}
 
 
-def figures(
+def _figures(
     case: Case, what: str, threads: int | None, seconds: list[float], limits: Limits
 ) -> Record:
     """Milliseconds, GF/s of useful work, GB/s of keys and values read, and each rate in percent of
