@@ -134,17 +134,6 @@ def test_compile_draws_fresh_dropout_and_takes_seeds(attention):
     assert f(torch.tensor([5])).equal(f(5))
 
 
-def test_compile_of_weights_and_sdpa():
-    q, k, v = inputs(Hk=4, Dv=3, dtype=torch.float32)
-
-    def f(q, k, v):
-        weights = fastattn.attention_weights(q, k, causal=True, average_heads=True)
-        return weights, fastattn.scaled_dot_product_attention(q[0], k[0], v, is_causal=True)
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), f(q, k, v))
-
-
 def test_compile_under_autocast(attention):
     q, k, v = inputs(dtype=torch.float32)
 

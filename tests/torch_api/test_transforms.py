@@ -101,6 +101,10 @@ def differentiated_direction(f, loss):
     return grad(lambda u: jvp(grad(loss), (*X,), (u, *U[1:]))[1].sin().sum())(U[0])
 
 
+def total_by_vmap(f, qs):
+    return vmap(lambda q: f(q, K, V))(qs).square().sum()
+
+
 def through_a_module(f, loss):
     layer = nn.Linear(2, 2, dtype=torch.float64)
     given = dict(weight=rand(2, 2), bias=rand(2))
@@ -174,6 +178,9 @@ TRANSFORMS = {
         QS
     ),
     "jvp of vmap": lambda f, loss: jvp(vmap(lambda q: f(q, K, V)), (QS,), (QS.cos(),)),
+    "grad of vmap": lambda f, loss: grad(lambda qs: total_by_vmap(f, qs))(QS),
+    "functional.vjp of vmap": lambda f, loss: AF.vjp(lambda qs: total_by_vmap(f, qs), QS),
+    "vmap of vmap": lambda f, loss: vmap(vmap(lambda q: f(q, K, V)))(torch.stack([QS, QS + 1])),
     "functional_call": through_a_module,
     "checkpoint, double backward": checkpointed,
     "jvp of jvp": lambda f, loss: jvp(
@@ -199,7 +206,8 @@ REFUSED = {
 }
 FIRST_ORDER = ("jacrev", "is_grads_batched", "is_grads_batched, create_graph", "vmap of grad")
 FIRST_ORDER += ("functional.jacobian, vectorized", "compiled: jvp", "compiled: torch.func.grad")
-FIRST_ORDER += ("compiled: double backward",)
+FIRST_ORDER += ("compiled: double backward", "grad of vmap", "functional.vjp of vmap")
+FIRST_ORDER += ("vmap of vmap",)
 
 
 def close(found, exact):
