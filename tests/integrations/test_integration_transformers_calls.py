@@ -194,16 +194,6 @@ def test_checkpoints_and_autocast(calls):
     assert out.dtype == torch.bfloat16 and out[mask.bool()].isfinite().all()
 
 
-def test_beams(registered):
-    model, (ids, mask) = made(FAMILY["Mistral"]), text("left")
-    given = dict(max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None, pad_token_id=0)
-    tokens = []
-    for implementation in ("fastattn", "eager"):
-        model.set_attn_implementation(implementation)
-        tokens.append(model.generate(ids, attention_mask=mask, **given))
-    assert torch.equal(*tokens)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name, padding", dict(Llama="left", Gemma2="none", Bert="right").items())
 def test_compiled(name, padding, calls):

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import fastattn
@@ -147,12 +146,6 @@ def diffusers_unet():
     return model, lambda m: m(x, 3, text, return_dict=False), 8
 
 
-def torch_encoder():
-    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 9, 32)
-    return nn.TransformerEncoder(layer, 2), lambda m: m(x), 2
-
-
 PATCHED = [
     timm_vit,
     timm_beit,
@@ -160,7 +153,6 @@ PATCHED = [
     x_transformers_decoder,
     x_transformers_padded,
     diffusers_unet,
-    torch_encoder,
 ]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fastattn
 from tests.support.marks import parametrize
-from tests.support.multihead_cases import E, H, L, N, S, causal_mask, spy_on_attention
+from tests.support.multihead_cases import E, H, L, N, causal_mask, spy_on_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
@@ -138,35 +138,6 @@ def test_other_nested_input_is_an_assertion_error_as_in_torch(reason):
         with pytest.raises(AssertionError, match="does not support NestedTensor") as error:
             kind(E, H, **options).train()(*inputs, **kwargs)
     assert reason in str(error.value)
-
-
-@pytest.mark.parametrize("options", LAYER_OPTIONS, ids=str)
-@pytest.mark.parametrize("train", [True, False])
-def test_decoder_gives_torchs_results(train, options, monkeypatch):
-    torch.manual_seed(0)
-    layer = nn.TransformerDecoderLayer(E, H, 16, dropout=0.0, **options)
-    theirs = nn.TransformerDecoder(layer, 2).train(train)
-    ours = converted_twin(theirs)
-    calls = spy_on_attention(monkeypatch)
-    target, memory = (sequence(n, options["batch_first"], seed=n) for n in (L, S))
-    float_padding = torch.zeros(N, S).masked_fill(padding_at(S, 2, 4, size=S), -torch.inf)
-    kinds = [
-        {"tgt_mask": causal_mask(L, L), "tgt_is_causal": True},
-        {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(L)},
-        {"tgt_mask": causal_mask(L, L), "tgt_key_padding_mask": padding_at(L, 4, 2)},
-        {"memory_key_padding_mask": float_padding, "memory_mask": torch.randn(L, S)},
-    ]
-    for kwargs in kinds:
-        with torch.no_grad():
-            torch.testing.assert_close(
-                ours(target, memory, **kwargs), theirs(target, memory, **kwargs)
-            )
-        grads = [
-            torch.autograd.grad(m(target, memory, **kwargs).square().sum(), list(m.parameters()))
-            for m in (ours, theirs)
-        ]
-        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
-    assert len(calls) == len(kinds) * 2 * 4  # two layers, each with self- and cross-attention
 
 
 def test_items_without_any_real_key_stay_finite_through_an_encoder():
