@@ -210,13 +210,6 @@ def test_every_function_has_a_signature_here():
     assert set(SIGNATURES) < set(fa.__all__) and fa.__version__.startswith("2.8.")
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_an_unknown_argument_is_named(name):
-    required = [x for x in SIGNATURES[name].split() if "=" not in x and x != "*"]
-    with pytest.raises(TypeError, match="'q_descale'"):
-        getattr(fa, name)(*required, q_descale=None)
-
-
 X = torch.zeros(2, 5, 4, 8)
 C = torch.tensor([0, 2, 4])
 

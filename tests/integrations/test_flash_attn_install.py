@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 from fastattn import flash_attn as fa
+from fastattn.flash_attn import passes
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("flash_attn") is not None, reason="the real flash_attn is installed"
@@ -42,6 +43,9 @@ def test_the_installed_modules_are_imported(installed):
     package, interface, padding = (importlib.import_module(name) for name in MODULES)
     for name in fa.flash_attn_interface.__all__:
         assert getattr(package, name) is getattr(interface, name) is getattr(fa, name)
+    for name in passes.__all__:
+        assert getattr(interface, name) is getattr(passes, name)
+        assert not hasattr(package, name)
     assert padding.unpad_input is fa.bert_padding.unpad_input
     assert package.__version__ == fa.__version__ and package.bert_padding is padding
     assert package.flash_attn_interface is interface

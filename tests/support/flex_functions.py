@@ -1,4 +1,7 @@
-"""score_mods and mask_mods that people write, for B items, H heads, and LENGTH rows and keys."""
+"""score_mods and mask_mods that people write, for B items, H heads, and LENGTH rows and keys.
+
+`tests/score_mods/gallery.py` has many more, of fewer keys.
+"""
 
 import pytest
 import torch
@@ -28,9 +31,7 @@ BUCKETS = drawn(32, H)
 DISTANCES = torch.randint(0, 5, (LENGTH, LENGTH), generator=generator)
 OF_DISTANCE = drawn(H, 5, dtype=torch.bfloat16)
 BIAS = drawn(B, H, LENGTH, LENGTH)
-OFFSET = torch.tensor(5)
 SCALES = drawn(H).exp()
-WIDTH = 8
 
 
 def bucket(distance):
@@ -41,44 +42,18 @@ def bucket(distance):
     return torch.where(near < 8, near, far.clamp(max=15)) + torch.where(distance > 0, 16, 0)
 
 
-def chunk(x):
-    return torch.div(x, 10, rounding_mode="floor")
-
-
-def diffusion(b, h, i, j):
-    """Blocks of noisy tokens, then clean ones (block diffusion)."""
-    half, size = LENGTH // 2, 8
-    of_i = torch.where(i >= half, (i - half) // size, i // size)
-    of_j = torch.where(j >= half, (j - half) // size, j // size)
-    own = (of_i == of_j) & ((i >= half) == (j >= half))
-    before = (of_i > of_j) & (j >= half) & (i < half)
-    return own | before | ((i >= half) & (j >= half) & (of_i >= of_j))
-
-
 MASK_MODS = {
     "causal": lambda b, h, i, j: i >= j,
-    "causal, turned": lambda b, h, i, j: j <= i,
-    "causal with an offset": lambda b, h, i, j: i + OFFSET >= j,
     "window": lambda b, h, i, j: (i >= j) & (i - j <= 9),
     "both sides": lambda b, h, i, j: (i - j).abs() <= 6,
-    "edges of a window": lambda b, h, i, j: (i - j < 9) & (j - i <= 4),
     "prefix": lambda b, h, i, j: (j < PREFIXES[b]) | (i >= j),
     "documents": lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j),
     "documents of items": lambda b, h, i, j: OF_ITEMS[b, i] == OF_ITEMS[b, j],
     "padding": lambda b, h, i, j: PADDING[b, j],
     "lengths": lambda b, h, i, j: j < LENGTHS[b],
-    "sinks and window": lambda b, h, i, j: (i >= j) & ((i - j < 8) | (j < 4)),
-    "dilated": lambda b, h, i, j: ((i - j).abs() <= 20) & ((i - j) % 4 == 0),
-    "neighbourhood": lambda b, h, i, j: (
-        ((i // WIDTH - j // WIDTH).abs() <= 2) & ((i % WIDTH - j % WIDTH).abs() <= 2)
-    ),
-    "block diffusion": diffusion,
     "tree": lambda b, h, i, j: ANCESTORS[i, j],
-    "chunks": lambda b, h, i, j: (chunk(i) == chunk(j)) & (i >= j),
     "heads differ": lambda b, h, i, j: torch.where(h < 2, i >= j, i <= j),
     "rows without keys": lambda b, h, i, j: (i > 5) & torch.logical_not(j > i),
-    "all, as torch's and_masks begins": lambda b, h, i, j: b.new_ones((), dtype=torch.bool) & True,
-    "python's True": lambda b, h, i, j: True,
 }
 
 # Those of the second table have no form that kernels have.

@@ -179,11 +179,6 @@ def sentence_of(exporter, model, given):
     return str(caught.value.__cause__ or caught.value)
 
 
-class Trained(nn.Module):
-    def forward(self, q, k, v):
-        return fastattn.attention(q, k, v, dropout_p=0.5)
-
-
 class Packed(nn.Module):
     def forward(self, q, k, v, cu):
         return fastattn.attention_packed(q, k, v, cu, cu, max_q=4, max_k=4, causal=True)
@@ -191,7 +186,7 @@ class Packed(nn.Module):
 
 @exporters
 def test_dropout_is_refused_with_a_sentence(exporter):
-    message = sentence_of(exporter, Trained(), tensors())
+    message = sentence_of(exporter, Call("qkv", dropout_p=0.5), tensors())
     assert "dropout_p: got 0.5" in message and "model.eval()" in message
 
 

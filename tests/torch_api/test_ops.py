@@ -52,15 +52,6 @@ def test_make_fx_and_jit_trace_record_a_call(attention):
     close(traced(other, k, v), f(other, k, v))
 
 
-def test_parameters_and_inference_mode(attention):
-    q, k, v = inputs()
-    close(attention(torch.nn.Parameter(q), k, v), attention(q, k, v))
-    with torch.inference_mode():
-        inside = attention(q, k, v)
-    close(inside.clone(), attention(q, k, v))
-    attention(q.requires_grad_(), k, v).sum().backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_as_sdpa(attention, dtype):
     q, k, v = (x.requires_grad_() for x in inputs(Hk=4, Dv=3, dtype=torch.float32))

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
+from tests.support.torch_calls import rand
 
 ours = fastattn.scaled_dot_product_attention
 
@@ -18,11 +19,6 @@ def theirs(*args, **kwargs):
     """torch's function on its math path, the only one that is right for all inputs."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)
-
-
-def rand(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed + len(shape))
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def same(a, b):

@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
 from tests.support.marks import parametrize
+from tests.support.torch_calls import rand
 
 ours, theirs = fastattn.scaled_dot_product_attention, F.scaled_dot_product_attention
 pytestmark = pytest.mark.filterwarnings(
@@ -20,10 +21,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # ------------------------------------------------------------------------------------- the cases
-
-
-def rand(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def in_memory(order, pad=0):

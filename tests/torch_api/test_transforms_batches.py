@@ -13,7 +13,8 @@ from fastattn.backends import base
 from fastattn.call.spec import INDEX, Feature, Options
 from fastattn.dispatch import functorch, vmap_fold
 from tests.support.marks import parametrize
-from tests.torch_api.test_transforms import ABLE, EVERYTHING, QS, K, Q, U, V, close, rand, verdict
+from tests.support.torch_calls import rand
+from tests.torch_api.test_transforms import ABLE, EVERYTHING, QS, K, Q, U, V, close, verdict
 
 FOLDED = {
     "is_grads_batched": "Backward",
