@@ -17,19 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn.dispatch import run_pass
-from fastattn.flash_attn import flash_attn_with_kvcache
 from tests.support.backends import FUSED, INTERPRETED, not_interpreted, small
-from tests.support.ways import in_sdpa, mapped, multihead, out_alone, packed, rand, rows
+from tests.support.ways import in_sdpa, mapped, multihead, out_alone, packed, rand
 
 REFERENCE = [] if INTERPRETED else ["reference"]
 every_backend = pytest.mark.parametrize("name", [*FUSED, *REFERENCE])
-pytestmark = [
-    pytest.mark.usefixtures("nothing_is_small"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-]
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 B, H, N, D = 2, 2, small(40, 9), 8
-CU = torch.tensor([0, N, 2 * N])
 CPU = [ProfilerActivity.CPU]
 
 
@@ -38,11 +33,6 @@ def tensors():
 
 
 # ------------------------------------------------------------------------------------- ways in
-
-
-def jagged(q, k, v):
-    given = (torch.nested.nested_tensor_from_jagged(rows(x), CU).transpose(1, 2) for x in (q, k, v))
-    return fastattn.scaled_dot_product_attention(*given).values()
 
 
 def encoder(q, k, v):
@@ -88,7 +78,6 @@ WAYS = {  # (the call, its forward events, its backward events)
         ["attention_second"],
     ),
     "scaled_dot_product_attention": (fastattn.scaled_dot_product_attention, FORWARD, BACKWARD),
-    "jagged": (jagged, FORWARD, BACKWARD),
     "sdpa": (in_sdpa, FORWARD, BACKWARD),
     "MultiheadAttention": (out_alone, FORWARD, BACKWARD),
     "MultiheadAttention, weights": (
@@ -98,11 +87,6 @@ WAYS = {  # (the call, its forward events, its backward events)
     ),
     "a converted layer": (encoder, FORWARD, BACKWARD),
     "KVCache": (cached, FORWARD, None),
-    "flash_attn_with_kvcache": (
-        lambda *x: flash_attn_with_kvcache(*(y.transpose(1, 2) for y in x)),
-        FORWARD,
-        None,
-    ),
     "distributed": (ring, FORWARD, BACKWARD),
     "vmap": (mapped, FORWARD, BACKWARD),
     "vjp": (
