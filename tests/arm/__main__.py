@@ -88,8 +88,7 @@ def keep(outcome: Outcome, cpu: str, library: Path) -> None:
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
     about = json.loads(done.stdout.splitlines()[-1])
     about["architecture"] += f" (qemu, {cpu})"
-    name = f"torch {about['torch']}, Python {about['python']}, {about['architecture']}"
-    save([row(about, outcome)], {name: outcome.declined})
+    save([row(about, outcome)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

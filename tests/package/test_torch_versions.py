@@ -28,19 +28,8 @@ int found(void) {
 
 
 def compiled(path, code, *options):
-    command = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        "-x",
-        "c",
-        "-",
-        "-o",
-        path,
-        "-Wl,--no-as-needed",
-        *options,
-    ]
-    subprocess.run([str(x) for x in command], input=code, text=True, check=True)
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path, "-Wl,--no-as-needed"]
+    subprocess.run([*map(str, command), *options], input=code, text=True, check=True)
 
 
 @needs_tools
@@ -69,7 +58,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_a_report_is_read_and_shown(tmp_path):
+def test_a_report_is_read_and_its_row_replaces_that_of_the_environment(tmp_path, monkeypatch):
     path = tmp_path / "report.xml"
     path.write_text(REPORT)
     outcome = program.read(path, 3.0)
@@ -78,14 +67,12 @@ def test_a_report_is_read_and_shown(tmp_path):
     about = dict(torch="2.8.0", python="3.11.7", architecture="x86_64", extension="runs")
     about |= dict(triton="3.4.0", backends=dict(cpu="runs", triton="torch sees no CUDA GPU (x)"))
     line = program.row(about, outcome)
-    assert line.startswith(
-        "| 2.8.0 | 3.11.7 | x86_64 | runs | runs | 3.4.0: no GPU here | 1 | 2 | 1"
-    )
-    page = program.table([line], {"torch 2.8.0": outcome.declined})
-    assert line in page and "- 1: torch has none" in page
-    assert "| transformers |" not in page
+    assert line == "| 2.8.0 | 3.11.7 | x86_64 | runs | runs | 3.4.0: no GPU here | 1 | 2 | 1 |"
     of_models = program.row_of_transformers(about | dict(transformers="5.24.0"), outcome)
     assert of_models == "| 5.24.0 | 2.8.0 | 3.11.7 | x86_64 | 1 | 2 | 1 |"
-    names = {"torch 2.8.0": outcome.declined, "transformers 5.24.0": outcome.declined}
-    tables = program.table([line, of_models], names).partition("| transformers |")
-    assert line in tables[0] and of_models in tables[2] and of_models not in tables[0]
+    page = tmp_path / "results.md"
+    page.write_text(line.replace("1 | 2 | 1", "0 | 9 | 0"))
+    monkeypatch.setattr(program, "RESULTS", page)
+    program.save([line, of_models])
+    of_torch, _, of_transformers = page.read_text().partition("| transformers |")
+    assert of_torch.count("2.8.0") == 1 and line in of_torch and of_models in of_transformers

@@ -4,7 +4,7 @@ or the tests of models with several versions of transformers.
 python -m tests.torch_versions 2.8 2.10      these versions of torch, with this Python
     --pythons python3.10 python3.13          with each of these Pythons
     -m slow                                  the slow tests
-    --save                                   add the outcomes to results.md and results.json
+    --save                                   add the outcomes to results.md
 python -m tests.torch_versions --transformers      all supported versions of transformers
     5.24                                     this one
 
@@ -15,7 +15,6 @@ The environments of transformers share this Python's other packages. Exits with 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -28,7 +27,8 @@ from xml.etree import ElementTree
 from fastattn.integrations.transformers_forms import VERSIONS
 from tests.torch_versions.environment import ROOT, Environment, NotServed, OfTransformers, wheel
 
-RESULTS = Path(__file__).with_name("results.json")  # of all runs; results.md is made from it
+RESULTS = Path(__file__).with_name("results.md")
+ENVIRONMENT = re.compile(r"\|.*?\| (?:x86_64|aarch64).*?\|")  # the cells of a row that name it
 # Tests of the checkout itself, or of tools that these environments do not have.
 LEFT_OUT = ("tests/package", "tests/cuda", "tests/gpu_emulation", "tests/mutants")
 LEFT_OUT += ("tests/sanitize_cpu", "tests/bench", "tests/gpu", "tests/distributed")
@@ -48,6 +48,11 @@ class Outcome(NamedTuple):
     declined: Counter[str]
     seconds: float
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Of tests that passed, failed and did not run."""
+        return self.passed, len(self.failed), sum(self.declined.values())
+
 
 def run(environment: Environment, marks: str, workers: int, tests: list[str]) -> Outcome:
     """Run the slice of these tests against the installed fastattn.
@@ -63,14 +68,8 @@ def run(environment: Environment, marks: str, workers: int, tests: list[str]) ->
     report = environment.folder / "report.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-m", marks]
-    options += [
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        "--rootdir",
-        str(ROOT),
-        "-o",
-        f"pythonpath={tree}",
-    ]
+    options += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    options += ["-o", f"pythonpath={tree}"]
     options += [f"-n{workers}", "--dist=worksteal"] if workers > 1 else []
     start = time.monotonic()
     command = [environment.python, "-m", "pytest", *options, *tests]
@@ -96,39 +95,28 @@ def read(report: Path, seconds: float) -> Outcome:
 
 def summary(outcome: Outcome) -> str:
     """The counts of an outcome in a line."""
-    counts = outcome.passed, len(outcome.failed), sum(outcome.declined.values())
-    return "{} passed, {} failed, {} declined in {:.0f} s".format(*counts, outcome.seconds)
+    return "{} passed, {} failed, {} declined in {:.0f} s".format(*outcome.counts, outcome.seconds)
 
 
 def row(about: dict, outcome: Outcome) -> str:
     """A line of the table."""
     triton = re.sub(r"torch sees no .*|no NVIDIA .*", "no GPU here", about["backends"]["triton"])
-    cells = (
-        about["torch"],
-        about["python"],
-        about["architecture"],
-        about["backends"]["cpu"],
-        about["extension"],
-        f"{about['triton']}: {triton}",
-        str(outcome.passed),
-        str(len(outcome.failed)),
-        str(sum(outcome.declined.values())),
-    )
-    return f"| {' | '.join(cells)} |"
+    cells = about["torch"], about["python"], about["architecture"]
+    cells += about["backends"]["cpu"], about["extension"], f"{about['triton']}: {triton}"
+    return f"| {' | '.join(map(str, cells + outcome.counts))} |"
 
 
 def row_of_transformers(about: dict, outcome: Outcome) -> str:
     """A line of the table of transformers."""
     cells = about["transformers"], about["torch"], about["python"], about["architecture"]
-    counts = len(outcome.failed), sum(outcome.declined.values())
-    return f"| {' | '.join(map(str, (*cells, outcome.passed, *counts)))} |"
+    return f"| {' | '.join(map(str, cells + outcome.counts))} |"
 
 
 HEADER = """# Versions of torch, of Python and of transformers that were tested
 
 Written by `make test-torch SAVE=1`, and by `make test-arm ARGS=--save`, which runs a smaller slice.
 Each row is one environment with the same abi3 wheel; on aarch64 with the cross-compiled library.
-"Declined" counts tests that did not run; the reasons are below.
+"Declined" counts tests that did not run; a run prints the reasons.
 
 | torch | Python | architecture | CPU kernels | extension | Triton | passed | failed | declined |
 |---|---|---|---|---|---|---|---|---|
@@ -145,32 +133,16 @@ of eager attention.
 """
 
 
-def table(rows: list[str], declined: dict[str, Counter[str]]) -> str:
-    """The page of results. Rows belong to the names of `declined`, in order."""
-    text, names = HEADER, list(declined)
-    for title, wanted in (("", False), (OF_TRANSFORMERS, True)):
-        here = [x for x, name in zip(rows, names) if name.startswith("transformers") == wanted]
-        text += title * bool(here) + "".join(f"{x}\n" for x in here)
-    for name, reasons in declined.items():
-        text += f"\n## Declined with {name}\n\n"
-        text += "".join(f"- {count}: {reason}\n" for reason, count in reasons.most_common())
-    return text
-
-
-def save(rows: list[str], declined: dict[str, Counter[str]]) -> None:
-    """Add these outcomes to those of other versions that are kept, and write the page of all."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for line, (name, reasons) in zip(rows, declined.items(), strict=True):
-        kept[name] = dict(row=line, declined=dict(reasons))
-    kept = dict(sorted(kept.items(), key=lambda x: (x[0].partition(" ")[0], _numbers(x[0]))))
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    every = {name: Counter(each["declined"]) for name, each in kept.items()}
-    page = table([each["row"] for each in kept.values()], every)
-    RESULTS.with_suffix(".md").write_text(page)
-
-
-def _numbers(name: str) -> list[int]:
-    return [int(x) for x in re.findall(r"\d+", name.replace("cu", " "))]
+def save(rows: list[str]) -> None:
+    """Add these rows to the page, each in the place of the one of the same environment."""
+    kept = [x for x in RESULTS.read_text().splitlines() if ENVIRONMENT.match(x)]
+    by_environment = {ENVIRONMENT.match(x)[0]: x for x in kept + rows}
+    numbers = {x: [*map(int, re.findall(r"\d+", name))] for name, x in by_environment.items()}
+    every = sorted(numbers, key=numbers.__getitem__)
+    columns = HEADER.splitlines()[-1].count("|")
+    of_torch = [f"{x}\n" for x in every if x.count("|") == columns]
+    of_transformers = [f"{x}\n" for x in every if x.count("|") < columns]
+    RESULTS.write_text("".join((HEADER, *of_torch, OF_TRANSFORMERS, *of_transformers)))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -191,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         marks = options.marks or ""  # all
         tests = [str(x) for y in OF_MODELS for x in sorted(ROOT.glob(f"tests/integrations/{y}.py"))]
     built = None if options.transformers else wheel()
-    rows, declined, bad = [], {}, 0
+    rows, bad = [], 0
     for version in versions:
         for interpreter in options.pythons:
             environment = kind(version, interpreter)
@@ -206,13 +178,14 @@ def main(arguments: list[str] | None = None) -> int:
             if options.transformers:
                 name = f"transformers {about['transformers']}, {name}"
             rows.append(make_row(about, outcome))
-            declined[name] = outcome.declined
             bad += len(outcome.failed)
             print(f"{name}: {summary(outcome)}", flush=True)
             for test in outcome.failed:
                 print(f"  failed: {test}", flush=True)
+            for reason, count in outcome.declined.most_common():
+                print(f"  {count} declined: {reason}", flush=True)
     if options.save:
-        save(rows, declined)
+        save(rows)
     return 1 if bad or not rows else 0
 
 
