@@ -15,6 +15,7 @@ from tests.support.checkout import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+OTHER_PAGES = [ROOT / x for x in ("README.md", ".github/CONTRIBUTING.md", "bench/README.md")]
 BLOCK = re.compile(r"^( *)(`{3,})([^\n]*)\n(.*?)^\1\2\s*$", re.S | re.M)
 LANGUAGES = ("python", "sh", "text")
 NEEDS = {"guides/models.md": ("transformers", "diffusers")}
@@ -102,10 +103,10 @@ def test_commands_exist(page):
                 assert is_program(names["module"]), command
 
 
-def test_commands_in_the_text_exist():
-    """`python -m ...` and `make ...` in backticks name modules and targets."""
-    for page in PAGES:
-        text = page.read_text()
-        for module in re.findall(r"`(?:FASTATTN_\w+=\w+ )?python -m ([\w.]+)", text):
-            assert is_program(module), module
-        assert set(re.findall(r"`make ([\w-]+)", text)) <= make_targets(), page
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: page.stem)
+def test_commands_in_the_text_exist(page):
+    """`python -m ...` and `make ...` in backticks, or at the start of a line."""
+    text = page.read_text()
+    for module in re.findall(r"(?:^|`)(?:FASTATTN_\w+=\w+ )?python -m ([\w.]+)", text, re.M):
+        assert is_program(module), module
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.M)) <= make_targets()

@@ -26,7 +26,7 @@ PYTEST = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
 TESTED_IN = dict(dispatch="torch_api", dropin="torch_api", flash_attn="integrations", amx="cpu")
 TESTED_IN |= dict(kernels="triton", score="score_mods")
 # Tests that build or copy the installed package, which the copy is not.
-OF_INSTALLED = ["broken_library", "types", "wheel", "wheel_processors"]
+OF_INSTALLED = ["broken_library", "types", "wheel"]
 MEMORY = 12 << 30  # a fault may ask for any amount
 DEFAULT, NEAR = "semantics", 8  # files that are likely to fail
 MOST = 1800  # seconds of a run

@@ -6,11 +6,7 @@ The kernels themselves run under qemu: `make test-arm`.
 import re
 import runpy
 
-import pytest
-
 from bench.instructions import arm, x86
-from tests.arm import __main__ as command
-from tests.arm import environment
 from tests.support.checkout import ROOT
 
 RECORD = x86.recorded("GCC", arm.RECORD).instructions
@@ -31,10 +27,3 @@ def test_every_instruction_set_is_counted_and_compiled():
 
 def test_bfmmla_takes_at_most_two_fifths_of_what_widening_took():
     assert RECORD["neon_bf16 forward bfloat16"] <= 0.4 * BEFORE_BFMMLA
-
-
-def test_what_is_missing_is_named_with_its_package(monkeypatch, capsys):
-    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
-    with pytest.raises(SystemExit):
-        command.main([])
-    assert "qemu-aarch64" in (said := capsys.readouterr().err) and "qemu-user" in said

@@ -35,12 +35,6 @@ def test_the_readme_of_the_build_has_no_relative_link(index_readme):
         index_readme["dynamic_metadata"]("name")
 
 
-def test_links_of_the_readme_lead_to_files():
-    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
-    paths = [link.partition("#")[0] for link in links if not link.startswith("http")]
-    assert [path for path in paths if path and not (ROOT / path).exists()] == []
-
-
 def test_the_metadata_has_what_an_index_shows():
     about = importlib.metadata.metadata("fastattn")
     assert {"Homepage", "Changelog", "Issues"} == {
@@ -61,11 +55,6 @@ def test_the_build_tells_what_is_inside():
 def test_without_libraries_the_build_is_empty(monkeypatch, tmp_path):
     monkeypatch.setattr(libraries, "_candidates", lambda name: [tmp_path / name])
     assert libraries.build() == {}
-
-
-def test_no_message_names_a_package_that_is_on_no_index():
-    for path in [*(ROOT / "fastattn").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]:
-        assert "pip install 'fastattn" not in path.read_text(encoding="utf-8"), path
 
 
 def test_the_examples_are_listed():

@@ -1,12 +1,9 @@
 """The documentation matches the code and the measurements: arguments, ratios, environment
-variables, files, the example; and it states the time of a command once."""
+variables, files, the example."""
 
 import inspect
-import itertools
 import re
 import subprocess
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,10 +40,6 @@ def rows(page: Path, heading: str) -> list[list[str]]:
     section = re.split(r"^## ", page.read_text().split(f"# {heading}\n")[1], flags=re.M)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 120
 
 
 def test_the_example_runs():
@@ -144,46 +137,6 @@ def test_every_ratio_of_the_readme_is_measured(measured):
     assert not found
 
 
-COUNT = (
-    r"(?:\d+|an?|half an?|one|two|three|four|five|six|seven|eight|nine|ten|twelve|fifteen|twenty)"
-)
-TIME = re.compile(rf"\b{COUNT}(?: to {COUNT})? (?:minutes?|hours?)\b")
-COMMAND = re.compile(r"\bmake ([a-z][a-z-]*)")
-
-
-def stated_times(text: str) -> Iterator[str]:
-    """The targets of make in each sentence, line of code or row of a table that has a time."""
-    blocks = re.split(r"\n(?=\n|\||make |# make |- )", re.sub(r"\n#? {2,}", " ", text))
-    for part in itertools.chain.from_iterable(re.split(r"(?<=\.) ", x) for x in blocks):
-        if TIME.search(" ".join(part.split())):
-            yield from COMMAND.findall(part)
-
-
-def test_the_time_of_a_command_is_stated_once():
-    """So that no two places differ."""
-    places = defaultdict(list)
-    for page in [ROOT / "Makefile", *PAGES]:
-        for target in set(stated_times(page.read_text())):
-            places[target].append(str(page.relative_to(ROOT)))
-    assert {"bench", "test"} <= places.keys()
-    assert {target: where for target, where in places.items() if len(where) > 1} == {}
-
-
-@pytest.mark.parametrize(
-    "text, targets",
-    [
-        ("`make bench` takes four minutes.\nIt is quick. `make test` is not.", ["bench"]),
-        ("| `make test` | all of it | ten to\n", []),
-        ("| `make test` | all of it | 10 minutes |\n| `make gpu` | there |", ["test"]),
-        ("make bench   # in two minutes\nmake test    # an hour", ["bench", "test"]),
-        ("# make check  for every\n#      change: in two minutes\n# make test  more", ["check"]),
-    ],
-    ids=["sentence", "no number", "row", "code", "comment"],
-)
-def test_a_stated_time_is_noticed(text, targets):
-    assert sorted(stated_times(text)) == targets
-
-
 def test_every_environment_variable_has_its_row():
     files = [ROOT / "Makefile", *(ROOT / ".ci").iterdir()]
     files += [path for x in FOLDERS for kind in SOURCES for path in (ROOT / x).rglob(kind)]
@@ -208,19 +161,3 @@ def tracked() -> set[Path]:
 def test_every_link_has_a_target(page, tracked):
     for link in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / link).resolve() in tracked, link
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_link_with_the_name_of_a_file_leads_to_it(page):
-    for text, link in re.findall(
-        r"\[`?([\w./-]+[.](?:md|py|txt|json))`?\]\(([^)#:]+)", page.read_text()
-    ):
-        assert Path(text).name == Path(link).name, text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [README, CONTRIBUTING, ROOT / "bench" / "README.md"], ids=str)
-def test_every_make_target_named_is_one(page):
-    rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), flags=re.M)
-    named = re.findall(r"(?:^|`)make ([a-z][a-z-]*)", page.read_text(), flags=re.M)
-    assert named and set(named) <= {target for rule in rules for target in rule.split()}
