@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import subprocess
@@ -10,13 +9,12 @@ import subprocess
 import pytest
 import torch
 
-from bench import commands
 from bench.__main__ import main
-from bench.cases import FORWARD, GRIDS, PASSES, PLAIN
+from bench.cases import FORWARD, GRIDS, PASSES
 from bench.masks import MASKS, SWEPT
 from bench.measure import machine, progress, roofline, timing
 from bench.peers.registry import BASELINE, SUBJECT
-from bench.report import pictures, results
+from bench.report import results
 from tests.support.bench_helpers import case, hurry, know_ceilings
 
 TINY = ["--device", "cpu", "--lengths", "40", "--dims", "16", "--seconds", "0.002"]
@@ -38,16 +36,11 @@ def result(tmp_path_factory) -> dict:
     return json.loads(path.read_text()) | {"folder": folder}
 
 
-@pytest.mark.slow
-def test_a_run_records_the_machine_and_versions(result):
+def test_a_run_records_the_machine_and_its_limits(result):
     assert result["schema"] == results.SCHEMA and result["complete"] and result["kind"] == "sweep"
-    assert result["machine"]["cpu"]["cores"] >= 1 and result["machine"]["name"]
     assert result["machine"]["threads"] == torch.get_num_threads()
-    assert {"isa", "isas", "torch_isa", "mhz"} <= result["machine"]["cpu"].keys()
     assert result["machine"]["mkl"]["path"] in ("AVX2", "AVX-512", "none", "unknown")
     assert result["versions"]["torch"] == torch.__version__
-    assert {"start", "end"} == result["load"].keys()
-    assert "commit" in result and "created" in result and result["seconds"] > 0
     for dtype in ("float32", "bfloat16"):
         ceiling = result["ceilings"]["compute"][dtype]
         assert ceiling["matmul_gflops"] > 0
@@ -91,20 +84,6 @@ def test_a_run_draws_its_pictures(result):
     pytest.importorskip("matplotlib")
     (picture,) = result["folder"].glob("*-speedup.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_a_message_is_printed(result, monkeypatch, tmp_path):
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name.startswith("matplotlib"):
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    (message,) = pictures.draw_all(result, tmp_path / "a")
-    assert "matplotlib is not installed" in message
-    assert not list(tmp_path.iterdir())
 
 
 # --- the parts -------------------------------------------------------------------------------
@@ -153,31 +132,6 @@ def test_the_presets_measure_every_mask_and_no_case_twice(preset):
     assert len(set(cases)) == len(cases)
     assert {c.mask for c in cases} == set(SWEPT)
     assert {c.dtype for c in cases} == {"float32", "bfloat16", "float16"}
-
-
-def test_a_given_axis_replaces_the_grids():
-    nothing = dict.fromkeys(("lengths", "dims", "dtypes", "masks"))
-    options = commands.Options(**nothing | {"lengths": [40, 50]})
-    (grid,) = commands.grids(options, "quick")
-    assert grid.lengths == (40, 50) and grid.masks == PLAIN
-    assert commands.grids(commands.Options(**nothing), "quick") is GRIDS["quick"]
-
-
-@pytest.mark.parametrize(
-    "vendor, family, number, name, expected",
-    [
-        ("AuthenticAMD", "25", "17", "AMD EPYC", "amd-zen-4-256-bit-units"),
-        ("AuthenticAMD", "25", "1", "AMD EPYC 7763 64-Core Processor", "amd-zen-3-256-bit-units"),
-        ("GenuineIntel", "6", "85", "Intel(R) Xeon(R)", "intel-skylake-512-bit-units"),
-        ("GenuineIntel", "6", "0", "Intel(R) Core(TM) i7-920 CPU @ 2.67GHz", "intel-core-i7-920"),
-        ("GenuineIntel", "6", "1", "Intel(R) Xeon(R) Processor", "intel-xeon-model-hidden"),
-        ("", "", "", "Neoverse-N1", "neoverse-n1"),
-    ],
-)
-def test_the_file_is_named_after_the_device(vendor, family, number, name, expected):
-    cpu = {"vendor": vendor, "family": family, "number": number, "amx": False}
-    assert machine.slug({"device": "cpu", "name": name, "cpu": cpu}) == expected
-    assert machine.slug({"device": "cuda", "name": "NVIDIA H200", "cpu": cpu}) == "nvidia-h200"
 
 
 def test_a_machine_that_hides_its_model_has_no_number():

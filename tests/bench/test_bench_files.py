@@ -71,12 +71,6 @@ def test_compare_finds_a_planted_regression(files, sweep, capsys):
     assert main(["report", "--compare", str(files[0]), str(files[0]), "--fail-under", "0.99"]) == 0
 
 
-def test_compare_without_common_cells_fails(files, sweep, capsys):
-    files[1].write_text(json.dumps(sweep | {"cells": []}))
-    assert main(["report", "--compare", *map(str, files), "--fail-under", "0.5"]) == 1
-    assert "no timed cell in common" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("text, reason", [("{}", "got schema None"), ("x", "got no JSON")])
 def test_a_file_of_another_kind_is_refused(text, reason, tmp_path, capsys):
     path = tmp_path / "old.json"
@@ -84,12 +78,6 @@ def test_a_file_of_another_kind_is_refused(text, reason, tmp_path, capsys):
     assert main(["report", str(path)]) == 2
     assert reason in capsys.readouterr().err
     assert main(["report", str(tmp_path / "absent.json")]) == 2
-
-
-def test_plot_draws_every_picture(files):
-    pytest.importorskip("matplotlib")
-    assert main(["report", str(files[0])]) == 0
-    assert files[0].with_name("a-speedup.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_ends_with_its_ratios_and_the_machine(sweep):
@@ -154,13 +142,6 @@ def test_the_picture_of_the_readme_has_a_mark_for_each_machine_and_a_bar_for_eac
     assert f"{values[0]:.1f}×" in shown and f"{values[-1]:.1f}×" in shown
     assert len(inference.patches) == len(glance.INFERENCE)
     assert inference.get_xlabel() == "Intel Emerald Rapids"
-    rest = kept | {"cells": [c for c in kept["cells"] if c["mask"] != "window"]}
-    assert glance.draw([rest, engines], new_figure) is None
-    assert glance.draw([kept], new_figure) is None
-    older = kept["machine"]["cpu"] | {"number": "33"}
-    other = kept | {"machine": kept["machine"] | {"cpu": older}}
-    (legend,) = glance.draw([rest, kept, other, engines], new_figure).legends
-    assert [text.get_text() for text in legend.get_texts()] == ["AMD Zen 4", "AMD Zen 3"]
 
 
 def test_a_report_is_written_between_markers(files, tmp_path, sweep):
@@ -175,17 +156,6 @@ def test_a_report_is_written_between_markers(files, tmp_path, sweep):
     assert re.search(r"\| float32 forward \| [^|]+ \| \d+\.\d\dx, \d+% \|", written)
     assert main(["report", str(files[0]), "--pages", str(page)]) == 0
     assert page.read_text() == written  # a second report changes nothing
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["no marker", "<!-- speed:begin -->", "<!-- speed:end --><!-- speed:begin -->"],
-)
-def test_a_page_without_its_markers_is_left_alone(text, files, tmp_path, capsys):
-    page = tmp_path / "README.md"
-    page.write_text(text)
-    assert main(["report", str(files[0]), "--pages", str(page)]) == 2
-    assert page.read_text() == text and "expected" in capsys.readouterr().err
 
 
 def test_a_slowdown_that_torch_shares_is_no_regression():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import models
-from bench.__main__ import COMMANDS, main
+from bench.__main__ import main
 from bench.measure import machine, timing
 from bench.measure.records import speedup_of
 from bench.peers import optional_deps
@@ -33,10 +33,6 @@ def run(folder, *arguments: str) -> dict:
     assert main([*arguments, "--output", str(folder)]) == 0
     (path,) = folder.glob("*.json")
     return results.read(path)
-
-
-def test_there_are_eight_commands():
-    assert len(COMMANDS) == 8
 
 
 @parametrize("name", ROWS, fast=6)
@@ -91,23 +87,6 @@ def test_a_wrong_row_fails_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(race, "TOLERANCE", dict.fromkeys(race.TOLERANCE, -1.0))
     given = ["--scale", "0.02", "--only", "prompt", "--output", str(tmp_path), *FAST]
     assert main(["race", "latent", *given]) == 1
-
-
-@pytest.mark.parametrize(
-    "given, said",
-    [
-        (["race"], "TABLE"),
-        (["race", "none"], "invalid choice: 'none'"),
-        (["sweep", "--masks", "none"], "invalid choice: 'none'"),
-        (["report", "--compare"], "--compare: got 0 files, expected two"),
-    ],
-)
-def test_wrong_options_are_named(given, said, capsys):
-    try:
-        status = main(given)
-    except SystemExit as error:
-        status = error.code
-    assert status == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.slow
