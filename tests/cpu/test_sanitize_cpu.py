@@ -3,6 +3,7 @@
 Faults are seeded in a copy of the sources, compiled for one instruction set and float32 only.
 """
 
+import random
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastattn
 from fastattn.backends import base
 from fastattn.backends.native import libraries
+from tests.features import factors
 from tests.gpu_emulation.emulator import compiler
 from tests.sanitize_cpu import __main__ as command
 from tests.sanitize_cpu import builds, calls, guards, watch
@@ -108,7 +111,7 @@ def test_every_head_dim_set_and_dtype_has_every_kind_of_call():
         dtypes = set(calls.DTYPES) - ({"float64"} if isa.startswith("amx_") else set())
         for dtype in dtypes:
             assert {(k, D, dtype, isa) for k in calls.KINDS for D in calls.HEAD_DIMS} <= found
-    assert set(calls.KINDS) >= {"dense", "packed", "paged", "quantised", "weights", "derivatives"}
+    assert set(calls.KINDS) == {*factors.FORMS, "weights", "derivatives"}
 
 
 @pytest.fixture
@@ -130,10 +133,10 @@ def test_calls_are_right_between_guard_pages(kind, place, guarded_backend, one_t
 
 
 def test_guard_pages_change_no_bit(guarded_backend, one_thread):
-    problem = calls.problem(calls.random.Random(1), 33, torch.float32, calls.SMALL)
-    found = problem.run(calls.fastattn.attention, backend="cpu")
+    problem = calls.problem(random.Random(1), 33, "float32", {})
+    found = problem.run(fastattn.attention, backend="cpu")
     base.register(guards.Cpu())
-    for name, x in problem.run(calls.fastattn.attention, backend="cpu").items():
+    for name, x in problem.run(fastattn.attention, backend="cpu").items():
         assert torch.equal(x, found[name]), name
 
 

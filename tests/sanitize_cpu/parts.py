@@ -171,20 +171,22 @@ class Emulator(Part):
         from . import calls, guards
 
         kinds = "dense", "weights", "packed", "paged"  # those that the CUDA kernels support
-        found = calls.all_of([""], dtypes=DTYPES, kinds=kinds)
+        found = calls.all_of([""], DTYPES, calls.HEAD_DIMS[:130], kinds)
         found = [(*x, guards.PLACES[i % 2]) for i, x in enumerate(calls.shuffled(found, seed))]
         return calls.shuffled(found, seed)
 
     def make(self, call, seed):
+        from tests.gpu_emulation.ways import OF_CUDA
         from tests.support.backends import every_call
 
         from . import calls
 
         *what, self.backend.place = call
-        sizes = calls.Sizes(12, 40, 3)
+        levels = OF_CUDA | dict(M=(12, 1, 5), N=(40, 7, 33), qv=("no",))
+        levels |= dict(grad=("no",)) if what[0] == "paged" else {}
         with every_call(self.backend):
             self.backend.findings.clear()
-            calls.make(tuple(what), seed, self.backend.name, sizes)
+            calls.make(tuple(what), seed, self.backend.name, **levels)
 
 
 PARTS = {part.name: part for part in (Address(), Threads(), Emulator())}
