@@ -37,8 +37,8 @@
 # make ledger    count what the main loops of the GPU kernels issue, with no GPU; fails where that
 #                is more than recorded. ARGS=--accept: record it
 # make docs      build the documentation into build/docs; warnings are errors
-# make test-docs   build it, then run its code, follow its links, and look at it with Chromium, if there
-#                is one: the screenshots are left in build/docs-screenshots
+# make test-docs   build it, then run its code, follow its links, and look at it with Chromium, if it
+#                is here
 # make docs-update   run the examples for the pictures of the documentation, and its notebooks for
 #                their outputs. ARGS="serve": of this example;  ARGS=notebooks
 # make lint, make format, make types    check with ruff, ruff format and clang-format, and ty

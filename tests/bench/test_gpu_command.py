@@ -88,11 +88,6 @@ def test_parts_that_did_not_start_and_tools_that_are_missing_are_reported(of):
     assert found["status"] == MISSING and "no no-such-tool on PATH" in found["last"]
 
 
-def test_results_of_a_part_are_in_the_file(of):
-    writing = Part("w", 30, "", 'sh -c \'echo "{{\\"n\\": 1}}" > {out}/a.json\'')
-    assert of(writing)[1][0]["results"] == [{"n": 1}]
-
-
 def test_the_commands_of_parts_are_understood():
     """Those of bench by its parser; the files of tests are there."""
     commands = [x for part in PARTS for x in (part.command, part.rehearsal) if x]

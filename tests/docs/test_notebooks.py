@@ -72,13 +72,3 @@ def test_a_notebook_prints_what_is_kept(path: Path, monkeypatch):
     finally:
         vars(torch._tensor_str.PRINT_OPTS).update(options)
         torch.set_rng_state(state)
-
-
-def test_a_changed_output_is_noticed():
-    assert_like("tensor([[   0.1235,\n  1.]])", "tensor([[0.1234, 1.]])")
-    with pytest.raises(AssertionError):
-        assert_like("tensor([0.1250])", "tensor([0.1234])")
-    with pytest.raises(AssertionError):
-        assert_like("9.0e-05", "1.0e-07")
-    with pytest.raises(AssertionError):
-        assert_like("torch.Size([2, 3])", "torch.Size([2, 4])")
