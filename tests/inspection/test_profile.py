@@ -319,9 +319,6 @@ def test_a_verdict_without_calls_recommends_a_conversion(monkeypatch):
     assert "register()" in opaque_to_dynamo and 'attn_implementation="fastattn"' in opaque_to_dynamo
 
 
-# ------------------------------------------------------------------------------ models of all sorts
-
-
 # ------------------------------------------------------------------------------- outputs of models
 
 

@@ -6,9 +6,6 @@ meets the same conditions.
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +24,7 @@ from tests.support import launch_stub as stub
 from tests.support.backends import passed
 from tests.support.cases import build, square
 from tests.support.error_budget import Verdict
+from tests.support.fresh_python import python
 from tests.support.gpu import on_every_backend
 from tests.support.marks import parametrize
 
@@ -262,15 +260,7 @@ print(*(x.message for x in said))
 
 
 def in_a_process(program, *arguments, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + program, *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    return python("-c", PROGRAM + program, *arguments, **environment).stdout.splitlines()
 
 
 @pytest.mark.gpu

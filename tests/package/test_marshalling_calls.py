@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ import torch
 import fastattn
 from tests.package.test_marshalling import needs_extension
 from tests.support.backends import INTERPRETED
-from tests.support.checkout import ROOT
+from tests.support.fresh_python import python
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
 
@@ -38,24 +35,16 @@ print(json.dumps(found))
 """
 
 
-def run(program, **environment):
-    path = os.pathsep.join(x for x in (str(ROOT), os.environ.get("PYTHONPATH")) if x)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def digests(extension):
+    found = python("-W", "ignore", "-c", PROGRAM, FASTATTN_EXTENSION=extension)
+    return json.loads(found.stdout)
 
 
 @pytest.mark.slow
 @needs_extension
 def test_calls_have_the_same_bits():
     pytest.importorskip("numpy", reason="digests are of numpy's bytes")
-    found, without = (json.loads(run(PROGRAM, FASTATTN_EXTENSION=x)) for x in ("auto", "off"))
+    found, without = (digests(x) for x in ("auto", "off"))
     assert (found.pop("extension"), without.pop("extension")) == (True, False)
     assert found == without and len(found) > 300
 

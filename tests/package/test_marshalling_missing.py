@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fastattn.backends.native import libraries, marshalling
-from tests.package.test_marshalling_calls import needs_extension, run
+from tests.package.test_marshalling import needs_extension
 from tests.support.backends import INTERPRETED
 from tests.support.checkout import configured
+from tests.support.fresh_python import python
 from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
@@ -97,7 +98,7 @@ def test_an_unknown_value_is_refused(tmp_path):
 def test_the_report_has_the_reason(capsys, monkeypatch):
     from fastattn import __main__
 
-    found = json.loads(run("import fastattn.__main__ as m; m.main(['--json'])"))["extension"]
+    found = json.loads(python("-m", "fastattn", "--json").stdout)["extension"]
     assert found["available"] == (marshalling.extension is not None)
     monkeypatch.setattr(libraries, "extension_unavailable", lambda: "it is Sunday")
     __main__.main([])

@@ -4,8 +4,6 @@ import importlib.metadata
 import os
 import re
 import runpy
-import subprocess
-import sys
 import sysconfig
 
 import pytest
@@ -14,6 +12,7 @@ import fastattn
 import fastattn.examples
 from fastattn.backends.native import libraries
 from tests.support.checkout import ROOT
+from tests.support.fresh_python import python
 
 
 @pytest.fixture
@@ -58,9 +57,7 @@ def test_without_libraries_the_build_is_empty(monkeypatch, tmp_path):
 
 
 def test_the_examples_are_listed():
-    command = [sys.executable, "-m", "fastattn.examples"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == fastattn.examples.__doc__.strip()
+    assert python("-m", "fastattn.examples").stdout.strip() == fastattn.examples.__doc__.strip()
 
 
 def test_a_free_threaded_python_is_refused(monkeypatch):

@@ -3,7 +3,6 @@
 import inspect
 import pickle
 import pickletools
-import subprocess
 import sys
 import typing
 import zipfile
@@ -14,6 +13,7 @@ import pytest
 import fastattn
 from fastattn.require_torch import TORCH_VERSION
 from tests.support import saved_objects
+from tests.support.fresh_python import python
 
 FILES = sorted((Path(__file__).parents[1] / "saved").glob("*.pt"))
 LOADS = """
@@ -38,8 +38,7 @@ print(len(kept["modules"]), "modules")
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_saved_files_load(file):
     """Files load in a process that has not imported the package."""
-    done = subprocess.run([sys.executable, "-c", LOADS, file], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", LOADS, file)
     assert done.stdout.split() == [str(len(saved_objects.modules())), "modules"]
 
 
@@ -54,9 +53,7 @@ torch.load(sys.argv[1], weights_only=True)
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_saved_files_load_with_weights_only(file):
     """Every name in the file is one that a program can allow."""
-    command = [sys.executable, "-c", WEIGHTS_ONLY, file]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", WEIGHTS_ONLY, file)
 
 
 PROGRAMS = sorted((Path(__file__).parents[1] / "saved").glob("*.pt2"))
@@ -77,9 +74,7 @@ def test_saved_programs_run(file):
     """A saved program contains the names of the operators' arguments."""
     if TORCH_VERSION < (2, 9):
         pytest.skip("torch 2.8 reads no programs that a later version saved")
-    done = subprocess.run([sys.executable, "-c", RUNS, file], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["4", "results"]
+    assert python("-c", RUNS, file).stdout.split() == ["4", "results"]
 
 
 PUBLIC = [

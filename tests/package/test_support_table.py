@@ -3,13 +3,12 @@ docstring of `attention` in the reference. `python -m tests.package.test_support
 """
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 
 import fastattn
 from tests.support.checkout import ROOT
+from tests.support.fresh_python import python
 
 README = ROOT / "README.md"
 REFERENCE = ROOT / "docs" / "reference" / "arguments.md"
@@ -48,10 +47,7 @@ def lines(text):
 def test_support_table_is_fresh():
     text = README.read_text()
     assert text.count(BEGIN) == 1 and text.count(END) == 1, f"README.md: one {BEGIN}, one {END}"
-    printed = subprocess.run(
-        [sys.executable, "-m", "fastattn", "--support"], capture_output=True, text=True, timeout=60
-    )
-    assert printed.returncode == 0, printed.stderr
+    printed = python("-m", "fastattn", "--support")
     assert printed.stdout.strip().count("\n") >= 3, "a table has a head and rows"
     written = text.split(BEGIN)[1].split(END)[0]
     assert lines(written) == lines(printed.stdout), (
