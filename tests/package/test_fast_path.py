@@ -165,24 +165,6 @@ def traced(q, k, v):
     return torch.jit.trace(fastattn.attention, (q, k, v), check_trace=False)(q, k, v)
 
 
-@contextlib.contextmanager
-def dual():
-    with forward_ad.dual_level():
-        yield
-
-
-@contextlib.contextmanager
-def profiled():
-    with torch.autograd.profiler.profile():
-        yield
-
-
-@contextlib.contextmanager
-def without_flash():
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        yield
-
-
 def with_a_gradient(at):
     def run(*args):
         leaf = args[at].clone().requires_grad_()
@@ -199,13 +181,17 @@ def negated(at):
     return run
 
 
+def without_flash():
+    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+
+
 OTHERS = {
     "a mode of functions": under(Mode),
     "a mode of operators": under(Dispatch),
     "a default device": under(lambda: torch.device("cpu")),
-    "a profiler": under(profiled),
+    "a profiler": under(torch.autograd.profiler.profile),
     "an observer": under(lambda: observed(lambda run, *call: run(*call))),
-    "forward mode": under(dual),
+    "forward mode": under(forward_ad.dual_level),
     "vmap": in_vmap,
     "torch.jit.trace": traced,
     "no flash kernel": under(without_flash, fastattn.scaled_dot_product_attention),
