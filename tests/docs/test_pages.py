@@ -105,13 +105,6 @@ def test_every_link_leads_somewhere():
     assert not broken
 
 
-def test_a_signature_begins_with_the_mask_and_has_types():
-    page = (SITE / "reference" / "attention.html").read_text("utf-8")
-    shown = unescape(re.sub(r"<[^>]+>", "", page[page.index('id="fastattn.attention"') :]))
-    first = re.split(r",\s+", shown.partition("(")[2])[3:6]
-    assert first[:2] == ["*", "mask: Tensor | None = None"] and first[2].startswith("causal: bool")
-
-
 class Handler(SimpleHTTPRequestHandler):
     """The site, and for `/frame/WIDTH/PAGE` a page that holds it in a frame of that width."""
 
