@@ -11,10 +11,9 @@ import re
 import pytest
 
 from bench.__main__ import main
-from bench.measure import machine, peak_memory, timing
+from bench.measure import peak_memory, timing
 from bench.peers.registry import BASELINE, SUBJECT
-from bench.report import comparison, console, glance, results
-from fastattn.examples.common import new_figure
+from bench.report import comparison, console, results
 from tests.support.bench_helpers import case, cells, know_ceilings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "known_ceilings")
@@ -80,23 +79,6 @@ def test_a_file_of_another_kind_is_refused(text, reason, tmp_path, capsys):
     assert main(["report", str(tmp_path / "absent.json")]) == 2
 
 
-def test_a_run_ends_with_its_ratios_and_the_machine(sweep):
-    result = copy.deepcopy(sweep)
-    ratios = [0.5, 3.0, *[1.25] * (len(result["cells"]) - 2)]
-    for cell, ratio in zip(result["cells"], ratios, strict=True):
-        cell["timings"][0]["peers"][BASELINE]["speedup"]["median"] = ratio
-    result["machine"]["cpu"]["isas"] = ["avx512", "generic"]
-    result["machine"]["name"] = "Intel(R) Xeon(R) Processor @ 2.3GHz"
-    worst, best = map(console.title, result["cells"][:2])
-    count = f"the median of {len(ratios)} rows, one thread, thread CPU time"
-    assert list(console.conclusion(result)) == [
-        f"\n1.25 times as fast as torch: {count}",
-        f"best 3.00: {best}; worst 0.50: {worst}",
-        "Intel Xeon with AVX-512, no AMX",
-    ]
-    assert list(console.conclusion(result | {"cells": []})) == []
-
-
 def test_wall_times_of_a_busy_machine_are_left_out(sweep):
     """Eight times torch on two threads that other processes kept from running is no result."""
     result = copy.deepcopy(sweep)
@@ -127,21 +109,6 @@ def test_other_processes_are_counted(monkeypatch):
     clock = timing.HostClock("steps", itertools.count().__next__)
     timing.interleaved({"a": (lambda _: None,)}, clock, 1.0)
     assert clock.others == pytest.approx(0.25)
-
-
-def test_the_picture_of_the_readme_has_a_mark_for_each_machine_and_a_bar_for_each_engine():
-    pytest.importorskip("matplotlib")
-    (path,) = machine.RESULTS.glob("amd-zen-4-256-bit-units.json")
-    (beside,) = machine.RESULTS.glob("*-engines.json")
-    kept, engines = results.read(path), results.read(beside)
-    training, inference = glance.draw([kept, engines], new_figure).axes
-    marks = {line.get_label(): sorted(line.get_xdata()) for line in training.lines}
-    values = marks["AMD Zen 4"]
-    assert len(values) == len(glance.NAMES)
-    shown = [text.get_text() for text in training.texts]
-    assert f"{values[0]:.1f}×" in shown and f"{values[-1]:.1f}×" in shown
-    assert len(inference.patches) == len(glance.INFERENCE)
-    assert inference.get_xlabel() == "Intel Emerald Rapids"
 
 
 def test_a_report_is_written_between_markers(files, tmp_path, sweep):
