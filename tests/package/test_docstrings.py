@@ -12,27 +12,21 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import runpy
 import typing
-from types import FunctionType, ModuleType
+from types import FunctionType
 
 import pytest
 import torch
 from torch import Tensor
 
-import fastattn
-import fastattn.distributed
 from fastattn.flash_attn import bert_padding
+from tests.support.checkout import ROOT
 from tests.support.marks import parametrize
 
-PACKAGES = (
-    fastattn,
-    fastattn.nn,
-    fastattn.distributed,
-    fastattn.flash_attn,
-    fastattn.integrations,
-)
-# The oracle has no __all__: its other functions are the parts of this one.
-NAMES = {"fastattn.reference": ("attention",)}
+# Those of the reference, and of the package's module that only users of flash-attn import.
+NAMES = [*runpy.run_path(str(ROOT / "docs" / "extensions" / "docstrings.py"))["FILES"]]
+NAMES += [f"flash_attn.bert_padding.{x}" for x in bert_padding.__all__]
 
 # Attributes is for the classes that public functions return, and that only fastattn makes.
 SECTIONS = ("Args", "Attributes", "Shape", "Returns", "Raises", "Example")
@@ -152,39 +146,17 @@ def results(public):
             yield x
 
 
-def public_names(module):
-    """The names of a module without __all__ are those of its own functions and classes."""
-    own = NAMES.get(module.__name__) or getattr(module, "__all__", None)
-    if own is not None:
-        return own
-    made = (FunctionType, type)
-    here = {x: y for x, y in vars(module).items() if isinstance(y, made) and x[0] != "_"}
-    return [x for x, y in here.items() if y.__module__ == module.__name__]
-
-
-def documented(module):
-    """All that is public in a module."""
-    for name in public_names(module):
-        x = getattr(module, name)
-        full = f"{module.__name__}.{name}"
-        if isinstance(x, ModuleType):
-            if x not in PACKAGES:
-                yield from documented(x)
-        elif callable(x):
-            yield from members(full, x)
+def documented():
+    """All that is public and fastattn's own."""
+    for name in NAMES:
+        x = pkgutil.resolve_name(f"fastattn.{name}")
+        if x.__module__.startswith("fastattn"):
+            yield from members(name, x)
             for result in results(x) if not isinstance(x, type) else ():
-                yield from members(f"{module.__name__}.{result.__qualname__}", result, True)
+                yield from members(result.__qualname__, result, True)
 
 
-def unique(found):
-    """Without names of an object that another name has already."""
-    known = {}
-    for public in found:
-        known.setdefault(id(public.object), public)
-    return list(known.values())
-
-
-ALL = unique(x for package in PACKAGES for x in documented(package))
+ALL = {x.name: x for x in documented()}.values()
 
 
 every_public = pytest.mark.parametrize("public", [pytest.param(x, id=x.name) for x in ALL])
@@ -223,7 +195,7 @@ def test_a_section_is_there_if_it_has_something_to_say(public):
         expected.add("Attributes")
     else:
         expected |= {"Args"} if shown else set()
-        checks = shown and public.name.removeprefix("fastattn.") not in UNCHECKED
+        checks = shown and public.name not in UNCHECKED
         expected |= {"Raises"} if checks else set()
     if not is_class and given.get("return", Tensor) is not None:
         expected.add("Returns")
