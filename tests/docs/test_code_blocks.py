@@ -86,6 +86,7 @@ def test_python_runs(page, one_rank):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_block_has_a_language_that_is_checked(page):
+    """And none is a directive of Sphinx, which a hub shows as a block of code."""
     assert {language for _, language, _ in blocks(page)} <= set(LANGUAGES)
 
 

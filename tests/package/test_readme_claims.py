@@ -1,21 +1,18 @@
-"""The documentation matches the code and the measurements: arguments, ratios, environment
-variables, files, the example."""
+"""The documentation matches the code and the measurements: ratios, environment variables, files,
+the example."""
 
-import inspect
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-import fastattn
 from bench.cpu_engines.report import nearest
 from bench.report import glance, results
 from tests.support.checkout import ROOT
 
 README, CONTRIBUTING = ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"
 DEBUGGING = CONTRIBUTING.with_name("DEBUGGING.md")
-ARGUMENTS = ROOT / "docs" / "reference" / "arguments.md"
 PAGES = [
     README,
     CONTRIBUTING,
@@ -47,13 +44,6 @@ def test_the_example_runs():
     names: dict = {}
     exec(example, names)
     assert names["q"].grad.shape == names["q"].shape
-
-
-def test_every_argument_has_its_row():
-    parameters = inspect.signature(fastattn.attention).parameters.values()
-    has = {(f"`{x.name}`", f"`{x.default}`") for x in parameters if x.kind == x.KEYWORD_ONLY}
-    documented = [tuple(row[:2]) for row in rows(ARGUMENTS, "The arguments of `attention`")]
-    assert set(documented) == has and len(documented) == len(has)
 
 
 @pytest.fixture(scope="module")
