@@ -19,7 +19,6 @@ def run(options):
     part = PARTS[name]
     part.prepare(options.libraries)
     calls = part.calls(options.seed)
-    print("of", len(calls), flush=True)
     numbers = range(options.first, len(calls), options.workers)
     if options.case:
         numbers = [i for i, x in enumerate(calls) if f"{name}:{name_of(x)}" == options.case]
