@@ -222,7 +222,7 @@ def measure(function: Function, n: int, with_compiled: bool) -> Found:
     draws = torch.Generator().manual_seed(0)
     given = torch.randn(3, 1, HEADS, n, HEAD_DIM, generator=draws).unbind()
     score, mask, tensors = trace(function)
-    structure = recognise(score, mask, tensors, Shape(1, HEADS, n, n), documents=False)
+    structure = recognise(score, mask, tensors, Shape(1, HEADS, n, n))
     seen, added = shown_pairs(function, n), scores_of_zero(function, n)
     classes = mask and block_classes(mask, tensors, n, n, block_rows=BLOCK, block_keys=BLOCK)
 

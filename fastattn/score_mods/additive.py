@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .program import Program, Value, part
+from .program import Program, Value, combined, part
 from .recognition import cap_at
 
 HIDDEN = -float("inf")
@@ -28,13 +28,7 @@ class Sum(NamedTuple):
         score = Program((Value("score"),), captured)
         if self.softcap is not None:
             score = capped(score, self.softcap)
-        if self.bias is None:
-            return score
-        values, first = [*score.values], len(score.values)
-        for x in self.bias.values:
-            values.append(x._replace(args=tuple(at + first for at in x.args)))
-        values.append(Value("add", (first - 1, len(values) - 1)))
-        return Program(tuple(values), captured)
+        return score if self.bias is None else combined("add", score, self.bias)
 
 
 def capped(program: Program, cap: float) -> Program:
@@ -103,16 +97,5 @@ def _dependent(program: Program) -> set[int]:
 
 def conjunction(*programs: Program | None) -> Program | None:
     """The program that is true where all of these are. They capture the same tensors."""
-    values: list[Value] = []
-    result, captured = None, ()
-    for program in filter(None, programs):
-        first = len(values)
-        moved = (x._replace(args=tuple(first + at for at in x.args)) for x in program.values)
-        values += moved
-        last, captured = len(values) - 1, program.captured
-        if result is None:
-            result = last
-        else:
-            values.append(Value("and", (result, last), "bool"))
-            result = len(values) - 1
-    return None if result is None else Program(tuple(values), captured)
+    given = [x for x in programs if x is not None]
+    return combined("and", *given) if given else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,12 @@ from .operators import OPS
 from .program import Program, Value
 
 
-def evaluate(
+def evaluate(program: Program, tensors: Sequence[Tensor], **where: Any) -> Tensor:
+    """Return the result of a program. where: as in `evaluate_all`."""
+    return evaluate_all(program, tensors, **where)[-1]
+
+
+def evaluate_all(
     program: Program,
     tensors: Sequence[Tensor],
     *,
@@ -23,12 +29,12 @@ def evaluate(
     j: Tensor,
     seen: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return the result of a program.
+) -> list[Tensor]:
+    """Return each value of a program; the last is its result.
 
-    A value keeps the smallest shape to which its operands broadcast. The result is
-    differentiable by torch in `score` and in floating captured tensors. On CPUs the gradient
-    of a load adds in a fixed order.
+    A value keeps the smallest shape to which its operands broadcast. Values are differentiable by
+    torch in `score` and in floating captured tensors. On CPUs the gradient of a load adds in a
+    fixed order.
 
     Args:
         program: The program.
@@ -44,31 +50,13 @@ def evaluate(
         dtype: The dtype of floats, where there is no score. Default: float32.
 
     Returns:
-        float of the scores' dtype, int64 or bool, of the smallest shape.
+        Tensors of the scores' dtype, int64 or bool.
 
     Raises:
         IndexError: A captured tensor has an index out of range at a pair that is seen. Without
             this check (compiled, under vmap, on GPUs), the index is clamped.
         ValueError: There are more or fewer tensors than the program has, or no score.
     """
-    return evaluate_all(program, tensors, score=score, b=b, h=h, i=i, j=j, seen=seen, dtype=dtype)[
-        -1
-    ]
-
-
-def evaluate_all(
-    program: Program,
-    tensors: Sequence[Tensor],
-    *,
-    score: Tensor | None = None,
-    b: Tensor,
-    h: Tensor,
-    i: Tensor,
-    j: Tensor,
-    seen: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> list[Tensor]:
-    """Return each value of a program, as `evaluate` returns the last."""
     if len(tensors) != len(program.captured):
         got, needed = len(tensors), len(program.captured)
         raise ValueError(f"the program has {needed} captured tensors, got {got}: give each")

@@ -21,7 +21,7 @@ from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, Options
 from .bounds import Bounds, Ints, bounds, extremes
 from .intervals import block_classes
 from .mod_text import CAPTURED, ModText
-from .program import Builder, Program, Value
+from .program import Builder, Program, Value, combined
 from .recognition import Shape, inputs_of
 
 CLASSES_FROM = 1 << 15  # pairs of one head: below, classes cost more than they save
@@ -151,21 +151,16 @@ def _text(
         narrow: Whether whole numbers have 32 bits. If one may need more, there is no text.
     """
     table, inputs, known = _Table.of(joins), dict(zip("bhij", ranges)), dict(extremes)
-    flattened, outside = [], _Outside()
-    for program in (score, mask):
-        flattened.append(
-            None if program is None else table.flattened(program, inputs, known, outside)
-        )
-    text = ModText(*flattened, outside.program)
-    own = {1: _union(known.values())} if known else {}
+    outside: list[Program] = []
+    flattened = [x and table.flattened(x, inputs, known, outside) for x in (score, mask)]
+    text = ModText(*flattened, combined("or", *outside) if outside else None)
+    own: Ints = {}
+    if known:
+        least, most = zip(*known.values())
+        own[1] = min(least), max(most)
     if narrow and not all(_is_narrow(x, inputs, own) for x in text if x):
         return None
     return text.text()
-
-
-def _union(ranges) -> tuple[int, int]:
-    los, his = zip(*ranges)
-    return min(los), max(his)
 
 
 def _is_narrow(program: Program, inputs: dict[str, tuple[int, int]], ints: Ints) -> bool:
@@ -205,11 +200,17 @@ class _Table(NamedTuple):
         return cls(kinds, first, shapes)
 
     def flattened(
-        self, program: Program, inputs: dict[str, tuple[int, int]], ints: Ints, outside: _Outside
+        self,
+        program: Program,
+        inputs: dict[str, tuple[int, int]],
+        ints: Ints,
+        outside: list[Program],
     ) -> Program:
-        """The program with one index for each load, into the two flat tensors."""
+        """The program with one index for each load, into the two flat tensors. Adds to `outside`
+        the program of where an index is out of range, unless it never is."""
         builder = Builder()
         number: list[int] = []
+        tests: list[int] = []
         known = bounds(program, inputs, ints)
         for value in program.values:
             args = [number[x] for x in value.args]
@@ -218,10 +219,12 @@ class _Table(NamedTuple):
                 number.append(builder.constant(value.number))
             elif value.op == "load":
                 of_args = [known[x] for x in value.args]
-                number.append(self._load(builder, value, args, of_args, outside))
+                number.append(self._load(builder, value, args, of_args, tests))
             else:
                 number.append(builder.emit(value.op, *args))
-        outside.add(builder)
+        if tests:
+            result = functools.reduce(lambda x, y: builder.emit("or", x, y), tests)
+            outside.append(builder.program(result, CAPTURED))
         return builder.program(number[-1], CAPTURED)
 
     def _load(
@@ -230,13 +233,14 @@ class _Table(NamedTuple):
         value: Value,
         args: list[int],
         known: list[Bounds],
-        outside: _Outside,
+        tests: list[int],
     ) -> int:
+        """tests: gets the bools that are true where the index is out of range."""
         tensor = value.tensor
         assert tensor is not None
         shape = self.shapes[tensor]
         if 0 in shape:  # nothing to read: no pair may be seen
-            outside.tests.append(builder.constant(True))
+            tests.append(builder.constant(True))
             zeros = {"float": 0.0, "int": 0, "bool": False}
             return builder.constant(zeros[value.kind])
         index = builder.constant(self.first[tensor])
@@ -246,7 +250,7 @@ class _Table(NamedTuple):
             n = builder.constant(size)
             if lo < -size or hi >= size:
                 low = builder.emit("lt", x, builder.constant(-size))
-                outside.tests.append(builder.emit("or", low, builder.emit("ge", x, n)))
+                tests.append(builder.emit("or", low, builder.emit("ge", x, n)))
             if lo < 0:
                 negative = builder.emit("lt", x, builder.constant(0))
                 x = builder.emit("where", negative, builder.emit("add", x, n), x)
@@ -256,29 +260,6 @@ class _Table(NamedTuple):
         kind = self.kinds[tensor]
         number = builder.load(0 if kind == "float" else 1, kind, (index,))
         return builder.emit("to_bool", number) if value.kind == "bool" else number
-
-
-class _Outside:
-    """Collects where an index is out of range, of several programs."""
-
-    def __init__(self) -> None:
-        self.tests: list[int] = []
-        self.program: Program | None = None
-
-    def add(self, builder: Builder) -> None:
-        """Join the tests of a program, which are values of `builder`, to those before."""
-        if not self.tests:
-            return
-        result = functools.reduce(lambda x, y: builder.emit("or", x, y), self.tests)
-        self.tests = []
-        program = builder.program(result, CAPTURED)
-        if self.program is None:
-            self.program = program
-            return
-        first = len(self.program.values)
-        moved = [x._replace(args=tuple(y + first for y in x.args)) for x in program.values]
-        both = Value("or", (first - 1, first + len(moved) - 1), "bool")
-        self.program = Program((*self.program.values, *moved, both), CAPTURED)
 
 
 def _blocks(

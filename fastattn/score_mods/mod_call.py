@@ -68,7 +68,8 @@ class ModCall(NamedTuple):
         """begin: None if the call is no part of a larger one: then structure is recognised."""
         score, mask, tensors = merge(of_score, of_mask)
         if begin is None and not torch.compiler.is_compiling():
-            structure = recognise(score, mask, tensors, sizes, dtype=dtype, documents=False)
+            structure = recognise(score, mask, tensors, sizes, dtype)
+
         else:
             structure = Structure(score=score, mask=mask)
         parts: Sum | None = Sum(structure.softcap)

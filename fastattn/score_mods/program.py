@@ -239,9 +239,19 @@ def renumbered(values: Sequence[Value], kept: list[int]) -> tuple[Value, ...]:
     return tuple(values[at]._replace(args=tuple(number[x] for x in values[at].args)) for at in kept)
 
 
-def without_unused(
-    program: Program, tensors: tuple
-) -> tuple[Program, tuple]:  # of captured tensors that no value loads
+def combined(op: str, *programs: Program) -> Program:
+    """The program of `op` of the results of these, from the left. All capture the same tensors."""
+    first, *others = programs
+    values = list(first.values)
+    for program in others:
+        begin = len(values)
+        values += [x._replace(args=tuple([begin + at for at in x.args])) for x in program.values]
+        kind = RESULTS[op, (values[begin - 1].kind, program.kind)]
+        values.append(Value(op, (begin - 1, len(values) - 1), kind))
+    return Program(tuple(values), first.captured)
+
+
+def without_unused(program: Program, tensors: tuple) -> tuple[Program, tuple]:
     """The program and its captured tensors, without those that no value loads."""
     used = sorted({x.tensor for x in program.values if x.tensor is not None})
     number: dict[int | None, int | None] = {old: new for new, old in enumerate(used)}

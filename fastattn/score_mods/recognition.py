@@ -1,4 +1,4 @@
-"""Structure of programs: bands, key lengths, documents, caps and slopes that kernels know.
+"""Structure of programs: bands, key lengths, caps and slopes that kernels know.
 
 Only what has the same result, gradients and meaning is recognised; all else stays a program.
 """
@@ -33,8 +33,6 @@ class Structure(NamedTuple):
         band: (left, right): row i sees keys i - left to i + right. None in the pair is no limit.
             A side may be negative. None: no band.
         key_lengths: int64 [B]: row i of item b sees keys below key_lengths[b].
-        documents: int64 [documents + 1]: the first row and key of each document, then their
-            number. A row sees the keys of its document.
         softcap: c of c tanh(score / c), after `score`.
         alibi: float [H]: slope |i - j| is subtracted, after `softcap`.
         score: The program of the rest of the score_mod, which comes first. None: no rest.
@@ -43,7 +41,6 @@ class Structure(NamedTuple):
 
     band: Band | None = None
     key_lengths: Tensor | None = None
-    documents: Tensor | None = None
     softcap: float | None = None
     alibi: Tensor | None = None
     score: Program | None = None
@@ -55,12 +52,7 @@ def recognise(
     mask: Program | None,
     tensors: Sequence[Tensor],
     shape: Shape,
-    *,
     dtype: torch.dtype = torch.float32,
-    causal: bool = False,
-    cap: bool = True,
-    slopes: bool = True,
-    documents: bool = True,
 ) -> Structure:
     """Return the structure of a score_mod and a mask_mod.
 
@@ -73,20 +65,9 @@ def recognise(
         tensors: The captured tensors of both.
         shape: The sizes of the call. Indices begin at 0.
         dtype: The dtype of scores.
-        causal: Whether the call itself hides the keys after a row.
-        cap: If False, no softcap is recognised: the call has its own.
-        slopes: If False, no slopes are recognised: the call has its own.
-        documents: If False, no documents are recognised.
     """
-    band, lengths, offsets, rest = (None, None, None, None)
-    if mask is not None:
-        band, lengths, offsets, rest = _of_mask(mask, tensors, shape, dtype, documents)
-    structure = Structure(band, lengths, offsets, mask=rest)
-    if score is not None:
-        edge = band[1] if band else None
-        causal = causal or (edge is not None and edge <= 0)
-        structure = _of_score(structure, score, tensors, shape, dtype, causal, cap, slopes)
-    return structure
+    structure = Structure() if mask is None else _of_mask(mask, tensors, shape, dtype)
+    return structure if score is None else _of_score(structure, score, tensors, shape, dtype)
 
 
 def inputs_of(program: Program) -> set[str]:
@@ -118,34 +99,29 @@ def _unreadable(tensor: Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _of_mask(mask: Program, tensors, shape: Shape, dtype, look_for_documents: bool):
+def _of_mask(mask: Program, tensors, shape: Shape, dtype) -> Structure:
     left: int | None = None
     right: int | None = None
-    lengths = documents = None
+    lengths = None
     rest: list[int] = []
     for at in _conjuncts(mask):
         edges = _band(mask, at)
         if edges is not None:
             left, right = _least(left, edges[0]), _least(right, edges[1])
             continue
-        leaf = part(mask, at)
-        reads = inputs_of(leaf)
         if _always(mask, at):
             continue
-        if reads <= {"b", "j"}:
+        leaf = part(mask, at)
+        if inputs_of(leaf) <= {"b", "j"}:
             of_leaf = _lengths(leaf, tensors, shape, dtype)
             if of_leaf is not None:
                 lengths = of_leaf if lengths is None else torch.minimum(lengths, of_leaf)
-                continue
-        if look_for_documents and documents is None and reads <= {"b", "i", "j"}:
-            documents = _documents(mask, at, tensors, shape, dtype)
-            if documents is not None:
                 continue
         rest.append(at)
     band = None if left is right is None else (left, right)
     if lengths is not None and bool((lengths == shape.keys).all()):
         lengths = None
-    return band, lengths, documents, _conjunction(mask, rest)
+    return Structure(band, lengths, mask=_conjunction(mask, rest))
 
 
 def _conjuncts(program: Program) -> list[int]:
@@ -236,32 +212,12 @@ def _lengths(leaf: Program, tensors, shape: Shape, dtype) -> Tensor | None:
     return lengths if torch.equal(seen, j < lengths[:, None]) else None
 
 
-def _documents(program: Program, at: int, tensors, shape: Shape, dtype) -> Tensor | None:
-    """The offsets of documents of f(i) == f(j), where equal values stand side by side."""
-    value = program.values[at]
-    if value.op != "eq" or shape.rows != shape.keys or not shape.rows:
-        return None
-    sides = [part(program, x) for x in value.args]
-    reads = [inputs_of(x) - {"b"} for x in sides]
-    if sorted(map(tuple, reads)) != [("i",), ("j",)]:
-        return None
-    if shape.batch != 1 and any("b" in inputs_of(x) for x in sides):
-        return None
-    n = torch.arange(shape.keys)
-    x, y = (_known(side, tensors, i=n, j=n, dtype=dtype) for side in sides)
-    if x is None or y is None or not torch.equal(x, y):
-        return None
-    starts = torch.nonzero(x[1:] != x[:-1]).flatten() + 1
-    if torch.unique(x).numel() != starts.numel() + 1:
-        return None
-    ends = torch.tensor([0]), torch.tensor([shape.keys])
-    return torch.cat([ends[0], starts, ends[1]])
-
-
-def _of_score(structure, score, tensors, shape, dtype, causal, cap, slopes) -> Structure:
+def _of_score(structure: Structure, score: Program, tensors, shape: Shape, dtype) -> Structure:
+    edge = structure.band[1] if structure.band else None
+    causal = edge is not None and edge <= 0
     at = len(score.values) - 1
     value = score.values[at]
-    if slopes and value.op in ("add", "sub"):
+    if value.op in ("add", "sub"):
         pairs = [value.args] if value.op == "sub" else [value.args, value.args[::-1]]
         for x, bias in pairs:
             if "score" in inputs_of(part(score, bias)):
@@ -271,10 +227,9 @@ def _of_score(structure, score, tensors, shape, dtype, causal, cap, slopes) -> S
                 alibi = -alibi if value.op == "add" else alibi
                 structure, at = structure._replace(alibi=alibi), x
                 break
-    if cap:
-        inner, number = cap_at(score, at)
-        if inner is not None:
-            structure, at = structure._replace(softcap=number), inner
+    inner, number = cap_at(score, at)
+    if inner is not None:
+        structure, at = structure._replace(softcap=number), inner
     if score.values[at].op != "score":
         structure = structure._replace(score=part(score, at))
     return structure

@@ -7,15 +7,15 @@ from fastattn.score_mods.evaluate import evaluate
 from fastattn.score_mods.recognition import Shape, Structure, recognise
 from fastattn.score_mods.tracing import merge, trace_mask_mod, trace_score_mod
 from tests.score_mods import gallery
-from tests.score_mods.gallery import DOCS, INDICES, LENGTHS, PADDING, SLOPES, B, H, N
+from tests.score_mods.gallery import INDICES, LENGTHS, PADDING, SLOPES, B, H, N
 
 SHAPE = Shape(B, H, N, N)
 
 
-def found(score=None, mask=None, shape=SHAPE, **options) -> Structure:
+def found(score=None, mask=None, shape=SHAPE) -> Structure:
     traced = score and trace_score_mod(score), mask and trace_mask_mod(mask)
     one, two, tensors = merge(*traced)
-    structure = recognise(one, two, tensors, shape, **options)
+    structure = recognise(one, two, tensors, shape)
     check(structure, one, two, tensors)
     return structure
 
@@ -30,9 +30,7 @@ def check(structure, score, mask, tensors):
         seen &= torch.ones(N, N, dtype=torch.bool) if right is None else j <= i + right
     if structure.key_lengths is not None:
         seen &= j < structure.key_lengths.view(B, 1, 1, 1)
-    if structure.documents is not None:
-        at = torch.searchsorted(structure.documents, torch.arange(N), right=True)
-        seen &= at[:, None] == at
+
     if structure.mask is not None:
         seen &= evaluate(structure.mask, tensors, **INDICES)
     if mask is not None:
@@ -100,7 +98,7 @@ NO_BANDS = {
 def test_no_bands(name):
     structure = found(mask=NO_BANDS[name], shape=Shape(B, H, N, N + 1))
     assert structure.band is None and structure.key_lengths is None
-    assert structure.documents is None and structure.mask is not None
+    assert structure.mask is not None
 
 
 LENGTH_MASKS = {
@@ -133,34 +131,6 @@ def test_lengths_of_rows_or_heads_stay():
         assert found(mask=mask).mask is not None
 
 
-def test_documents():
-    for mask in (gallery.MASKS["documents, causal"], gallery.MASKS["and of transformers"]):
-        structure = found(mask=mask)
-        assert structure.documents.tolist() == [0, 3, 8, 10, 12]
-        assert structure.band == (None, 0) and structure.mask is None
-    chunks = found(mask=lambda b, h, i, j: i // 5 == j // 5)
-    assert chunks.documents.tolist() == [0, 5, 10, 12]
-
-
-def test_no_documents():
-    mixed = DOCS[torch.tensor([0, 3, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11])]
-    again = torch.where(DOCS == 3, 0, DOCS)
-    other = DOCS.clone()
-    other[0] = 1
-    floats = torch.where(DOCS == 1, float("nan"), DOCS.float())
-    per_item = torch.stack([DOCS, again])
-    for mask in (
-        lambda b, h, i, j: mixed[i] == mixed[j],
-        lambda b, h, i, j: again[i] == again[j],
-        lambda b, h, i, j: DOCS[i] == other[j],
-        lambda b, h, i, j: DOCS[i] != DOCS[j],
-        lambda b, h, i, j: floats[i] == floats[j],
-        lambda b, h, i, j: per_item[b, i] == per_item[b, j],
-    ):
-        structure = found(mask=mask)
-        assert structure.documents is None and structure.mask is not None
-
-
 @pytest.mark.parametrize(
     "score",
     [
@@ -173,7 +143,6 @@ def test_no_documents():
 def test_caps(score):
     structure = found(score)
     assert structure.softcap in (20.0, 4.0) and structure.score is None
-    assert found(score, cap=False).softcap is None
 
 
 @pytest.mark.parametrize(
@@ -207,7 +176,6 @@ def test_slopes(name):
     assert structure.alibi is not None and structure.score is None
     if name != "computed":
         assert torch.equal(structure.alibi, SLOPES)
-    assert found(ALIBI[name], slopes=False).alibi is None
 
 
 def test_signed_distances_are_slopes_under_causal_alone():
@@ -216,8 +184,6 @@ def test_signed_distances_are_slopes_under_causal_alone():
     assert torch.equal(found(score, gallery.causal).alibi, SLOPES)
     assert torch.equal(found(score, gallery.MASKS["window"]).alibi, SLOPES)
     assert found(score, lambda b, h, i, j: i + 1 >= j).alibi is None
-    traced = trace_score_mod(score)
-    assert recognise(traced.program, None, traced.tensors, SHAPE, causal=True).alibi is not None
 
 
 def test_no_slopes():
