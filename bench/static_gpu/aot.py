@@ -176,7 +176,7 @@ def rare(case: KernelCase) -> bool:
 
 def call(case: KernelCase) -> None:
     """Run every pass of the launcher on meta tensors of this case."""
-    from fastattn.backends.triton.tangents import TritonWithTangents
+    from fastattn.backends.triton.backend import Triton
     from fastattn.call import spec, validation
 
     dtype = getattr(torch, case.dtype)
@@ -208,7 +208,7 @@ def call(case: KernelCase) -> None:
     decode = attention._replace(q=attention.q[:, :, : rows // N], **few)
     needs_grad = ["q", "k", "v", *(x for x in ("mask", "sinks") if x in extras)]
     describe = validation.describe
-    backend = TritonWithTangents()
+    backend = Triton()
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
@@ -217,12 +217,12 @@ def call(case: KernelCase) -> None:
         if VARIANTS[case.variant].tangents:
             moves = (x for x in spec.DIFFERENTIABLE if x != "captured_floats")
             moved = spec.Tangents(**{x: getattr(attention, x) for x in moves})
-            outs = backend.jvp(s, attention, moved, *out)
+            outs = backend.jvp(s, attention, moved, out)
             q, lse = attention.q, normaliser[0]
-            backend.second(s, attention, moved, outs, q, lse, q, lse, needs_grad)
+            backend.second(s, attention, moved, outs, (q, lse, q, lse), needs_grad)
             return
         if not page:  # pages have no gradient
-            backend.backward(s, attention, *out, attention.q, normaliser[0], needs_grad)
+            backend.backward(s, attention, out, (attention.q, normaliser[0]), needs_grad)
         backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
         if packed:  # packed calls have no weights
             return

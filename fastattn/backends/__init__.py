@@ -7,6 +7,6 @@ shared/   what several of them need, and no other folder
 
 from . import reference
 from .native import cpu, cuda
-from .triton import tangents
+from .triton import backend as triton_backend
 
-__all__ = ["cpu", "cuda", "reference", "tangents"]
+__all__ = ["cpu", "cuda", "reference", "triton_backend"]

@@ -16,6 +16,9 @@ from ..namespace import PACKAGE
 from .preference import PREFERENCE, RULES, KernelClasses, Rule
 from .shared import gpu
 
+Outs = Sequence[Tensor]  # out and the normaliser; of `WithTangents.jvp`, and their tangents
+Grads = Sequence[Tensor | None]  # dout and dlse; of `WithTangents.second`, and their tangents
+
 # The features that every backend has. Each backend lists the others that it has.
 COMMON_FEATURES = Feature(Feature.PAGED_GRAD.value - 1)
 
@@ -87,14 +90,7 @@ class Backend(Protocol):
         ...
 
     def backward(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        out: Tensor,
-        normaliser: Tensor,
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        needs_grad: Sequence[str],
+        self, spec: AttentionSpec, t: Tensors, outs: Outs, grads: Grads, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
         """Gradients of q, k, v, mask and sinks, each in its input's dtype and shape."""
         ...
@@ -114,16 +110,11 @@ class WithTangents(Backend, Protocol):
     """A backend with Feature.TANGENTS. x_t is the tangent of x; None is zero and costs nothing."""
 
     def jvp(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        tangents: Tangents,
-        out: Tensor | None = None,
-        normaliser: Tensor | None = None,
+        self, spec: AttentionSpec, t: Tensors, tangents: Tangents, outs: Outs | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """out, the normaliser, and their tangents: out_t with out's shape and dtype, and lse_t
-        (B,H,M) in spec.acc_dtype, 0 (or its sink's tangent) for a row without keys. If an earlier
-        forward pass gave out and normaliser, pass them in: they are not computed again.
+        (B,H,M) in spec.acc_dtype, 0 (or its sink's tangent) for a row without keys. outs: those of
+        an earlier forward pass, which are not computed again.
 
             lse_t = sum_j P s_t,   out_t = sum_j P Z ((s_t - lse_t) v + v_t)
 
@@ -136,15 +127,12 @@ class WithTangents(Backend, Protocol):
         spec: AttentionSpec,
         t: Tensors,
         tangents: Tangents,
-        outs: Sequence[Tensor],
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        dout_t: Tensor | None,
-        dlse_t: Tensor | None,
+        outs: Outs,
+        grads: Grads,
         needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         """The tangents of `backward`'s gradients of q, k, v, mask and sinks, in their dtypes and
-        shapes, for the tangents `tangents` of the tensors, and dout_t and dlse_t of dout and dlse.
+        shapes, for the tangents of the tensors and those of dout and dlse.
 
         outs: the results of `jvp` for these tangents. With the tangent x_t of each x in `backward`,
 

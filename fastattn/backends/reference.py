@@ -15,7 +15,7 @@ from ..call.validation import DTYPES
 from ..score_mods.evaluate import evaluate
 from ..score_mods.mod_text import ModText
 from ..score_mods.partial_derivatives import ScoreModAt
-from .base import COMMON_FEATURES, Support, empty_dense, register
+from .base import COMMON_FEATURES, Grads, Outs, Support, empty_dense, register
 from .shared.per_sequence import backward_in_turn, jvp_in_turn, second_in_turn, sequences
 from .shared.value_checks import check_values
 
@@ -75,41 +75,29 @@ class Reference:
 
     @_without_autocast
     def backward(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        out: Tensor,
-        normaliser: Tensor,
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        needs_grad: Sequence[str],
+        self, spec: AttentionSpec, t: Tensors, outs: Outs, grads: Grads, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
         if spec.packed:
-            grads = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, needs_grad)
-            return _as_inputs(spec, t, grads, needs_grad)
+            made = backward_in_turn(self, spec, t, outs, grads, needs_grad)
+            return _as_inputs(spec, t, made, needs_grad)
+        (out, normaliser), (dout, dlse) = outs, grads
         w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
         dp = dout @ _heads(spec, w.given("v"), w).mT * kept
         # From out, not from p and dp: in a ring, rows have keys on other ranks; out is of all keys.
         delta = (out.to(p.dtype) * dout).sum(-1) - (0 if dlse is None else dlse)
-        grads = _score_gradients(spec, w, p, dp, delta)
-        grads["v"] = _sum_groups(spec, (p * kept).mT @ dout)
-        return _as_inputs(spec, t, grads, needs_grad)
+        made = _score_gradients(spec, w, p, dp, delta)
+        made["v"] = _sum_groups(spec, (p * kept).mT @ dout)
+        return _as_inputs(spec, t, made, needs_grad)
 
     @_without_autocast
     def jvp(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        tangents: Tangents,
-        out: Tensor | None = None,
-        normaliser: Tensor | None = None,
+        self, spec: AttentionSpec, t: Tensors, tangents: Tangents, outs: Outs | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if spec.packed:
-            return jvp_in_turn(self, spec, t, tangents, out, normaliser)
-        if out is None or normaliser is None:
-            out, normaliser = self.forward(spec, t)
+            return jvp_in_turn(self, spec, t, tangents, outs)
+        out, normaliser = self.forward(spec, t) if outs is None else outs
         w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
         moved = _score_and_lse_tangents(spec, w, _tangents(spec, tangents), p)
@@ -124,17 +112,14 @@ class Reference:
         spec: AttentionSpec,
         t: Tensors,
         tangents: Tangents,
-        outs: Sequence[Tensor],
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        dout_t: Tensor | None,
-        dlse_t: Tensor | None,
+        outs: Outs,
+        grads: Grads,
         needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         if spec.packed:
-            grads = (dout, dlse, dout_t, dlse_t)
-            gradients = second_in_turn(self, spec, t, tangents, outs, grads, needs_grad)
-            return _as_inputs(spec, t, gradients, needs_grad)
+            made = second_in_turn(self, spec, t, tangents, outs, grads, needs_grad)
+            return _as_inputs(spec, t, made, needs_grad)
+        dout, dlse, dout_t, dlse_t = grads
         w = _wide(spec, t)._replace(normaliser=outs[1])
         p, kept = _probabilities(spec, w)
         u = _tangents(spec, tangents)
@@ -147,9 +132,9 @@ class Reference:
             dp_t = dp_t + dout @ _heads(spec, u.v, w).mT * kept
         delta = (p * dp).sum(-1) - (0 if dlse is None else dlse)
         delta_t = (moved.p_t * dp + p * dp_t).sum(-1) - (0 if dlse_t is None else dlse_t)
-        grads = _score_tangents(spec, w, u, moved, p, (dp, dp_t), (delta, delta_t))
-        grads["v"] = _sum_groups(spec, (moved.p_t * kept).mT @ dout + (p * kept).mT @ dout_t)
-        return _as_inputs(spec, t, grads, needs_grad)
+        made = _score_tangents(spec, w, u, moved, p, (dp, dp_t), (delta, delta_t))
+        made["v"] = _sum_groups(spec, (moved.p_t * kept).mT @ dout + (p * kept).mT @ dout_t)
+        return _as_inputs(spec, t, made, needs_grad)
 
     @_without_autocast
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:

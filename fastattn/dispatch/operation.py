@@ -156,7 +156,8 @@ def _run_jvp(
     """The tangents of out and LSE, after out and normaliser if these are not given."""
     tangents, outs = Tangents(*groups[0]), groups[1]
     spec, backend = _plan_tangents(op, planned, t, o, tangents)
-    results = backend.jvp(spec, t, tangents, *outs)
+    known = None if any(x is None for x in outs) else outs
+    results = backend.jvp(spec, t, tangents, known)
     return list(results[2:] if outs[0] is not None else results)
 
 
@@ -173,7 +174,7 @@ def _run_second(
     tangents, outs, grads = Tangents(*groups[0]), groups[1], groups[2]
     captures = "captured_floats" in needs_grad
     spec, backend = _plan_tangents(op, planned, t, o, tangents, captures)
-    grad_tangents = backend.second(spec, t, tangents, outs, *grads, needs_grad)
+    grad_tangents = backend.second(spec, t, tangents, outs, grads, needs_grad)
     return [grad_tangents[name] for name in needs_grad]
 
 
@@ -323,7 +324,7 @@ def _attention_backward(backend: Backend, spec, t, outs, grads, needs_grad) -> d
     dlse = None if dnormaliser is None else dnormaliser[0]
     if dout is not None and spec.acc_dtype_out:
         dout = dout.to(spec.dtype)  # it is multiplied by v: kernels take both in one dtype
-    return backend.backward(spec, t, *outs, dout, dlse, needs_grad)
+    return backend.backward(spec, t, outs, (dout, dlse), needs_grad)
 
 
 ATTENTION = Operation(

@@ -30,14 +30,9 @@ def extremes(tensors: Mapping[int, Tensor]) -> Ints:
 
 
 def bounds(program: Program, inputs: dict[str, tuple[int, int]], ints: Ints) -> list[Bounds]:
-    """Return the bounds of each value.
+    """The bounds of each value. Those of floats leave NaN and infinity out. Bools are 0 and 1.
 
-    Bounds of floats leave NaN and infinity out. Bools are 0 and 1.
-
-    Args:
-        program: The program.
-        inputs: The first and the last b, h, i and j.
-        ints: The bounds of captured tensors of whole numbers.
+    inputs: the first and the last b, h, i and j.
     """
     intervals: list[Bounds] = []
     for value in program.values:

@@ -35,11 +35,7 @@ Move = Unselected | None  # None: 0
 
 
 class Differentiation:
-    """Adds derivatives to the values of a program.
-
-    Args:
-        values: The instructions of a program.
-    """
+    """Adds derivatives to the values of a program."""
 
     def __init__(self, values: Sequence[Value]) -> None:
         self.builder = Builder()
@@ -58,7 +54,7 @@ class Differentiation:
             self.builder.known.setdefault((value.op, value.args), at)
 
     def by(self, at: int, result: int) -> Derivative:
-        """Return the derivative of value `result` by value `at`."""
+        """The derivative of value `result` by value `at`."""
         derivatives: list[Move] = [None] * (result + 1)
         for x in range(at, result + 1):
             value = self.values[x]
@@ -71,7 +67,7 @@ class Differentiation:
         return self.selected(derivatives[result])
 
     def by_score(self, result: int) -> tuple[Derivative, Derivative]:
-        """Return the first and the second derivative of value `result` by the score."""
+        """The first and the second derivative of value `result` by the score."""
         score = next((at for at, value in enumerate(self.values) if value.op == "score"), None)
         slope = None if score is None else self.by(score, result)
         return slope, None if score is None or slope is None else self.by(score, slope)

@@ -72,17 +72,9 @@ def diagonal_indices(rows: int, keys: int, device: torch.device) -> dict[str, Te
 
 
 def spread(values: Tensor, keys: int) -> Tensor:
-    """Return the matrices of diagonals.
-
-    The gradient of a diagonal is the sum along it, in a fixed order.
-
-    Args:
-        values: (B,H,1,rows + keys - 1), a value for each of `diagonal_indices`.
-        keys: The number of keys; at least 1.
-
-    Returns:
-        (B,H,rows,keys).
-    """
+    """The matrices (B,H,rows,keys) of diagonals: (B,H,1,rows + keys - 1), a value for each of
+    `diagonal_indices`. keys: at least 1. The gradient of a diagonal is the sum along it, in a fixed
+    order."""
     return _Spread.apply(values.squeeze(2), keys)
 
 
@@ -110,14 +102,8 @@ class _Spread(torch.autograd.Function):
 
 
 def sums_of_diagonals(x: Tensor) -> Tensor:
-    """Return the sum along each diagonal: of ROWS rows at a time, then of these sums.
-
-    Args:
-        x: [..., rows, keys].
-
-    Returns:
-        [..., rows + keys - 1], in the order of `diagonal_indices`.
-    """
+    """The sum along each diagonal of [..., rows, keys]: of ROWS rows at a time, then of these sums.
+    [..., rows + keys - 1], in the order of `diagonal_indices`."""
     *others, rows, keys = x.shape
     sums = x.new_zeros(rows + keys - 1)
     for end in range(rows, 0, -ROWS):

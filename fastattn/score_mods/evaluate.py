@@ -14,7 +14,7 @@ from .program import Program, Value
 
 
 def evaluate(program: Program, tensors: Sequence[Tensor], **where: Any) -> Tensor:
-    """Return the result of a program. where: as in `evaluate_all`."""
+    """The result of a program. where: as in `evaluate_all`."""
     return evaluate_all(program, tensors, **where)[-1]
 
 
@@ -30,32 +30,19 @@ def evaluate_all(
     seen: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Return each value of a program; the last is its result.
+    """Each value of a program, of the scores' dtype, int64 or bool; the last is its result.
 
     A value keeps the smallest shape to which its operands broadcast. Values are differentiable by
     torch in `score` and in floating captured tensors. On CPUs the gradient of a load adds in a
     fixed order.
 
-    Args:
-        program: The program.
-        tensors: The captured tensors, as many as `program.captured` has.
-        score: The scores, float32 or float64. Needed if the program has them.
-        b: The index of the item of the batch, int64, as the other indices. The shapes of all
-            broadcast.
-        h: The index of the query head.
-        i: The index of the row.
-        j: The index of the key.
-        seen: Bool, to which the indices broadcast. An index out of range raises only where it
-            is true, and is clamped elsewhere. None: everywhere.
-        dtype: The dtype of floats, where there is no score. Default: float32.
-
-    Returns:
-        Tensors of the scores' dtype, int64 or bool.
-
-    Raises:
-        IndexError: A captured tensor has an index out of range at a pair that is seen. Without
-            this check (compiled, under vmap, on GPUs), the index is clamped.
-        ValueError: There are more or fewer tensors than the program has, or no score.
+    tensors: the captured tensors, as many as `program.captured` has.
+    score: float32 or float64. Needed if the program has it.
+    b, h, i, j: the indices of item, query head, row and key, int64. Their shapes broadcast.
+    seen: bool, to which the indices broadcast. An index out of range raises IndexError only where
+        it is true (None: everywhere), and is clamped elsewhere; also without this check: compiled,
+        under vmap, on GPUs.
+    dtype: that of floats, where there is no score. Default: float32.
     """
     if len(tensors) != len(program.captured):
         got, needed = len(tensors), len(program.captured)

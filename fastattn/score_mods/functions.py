@@ -13,11 +13,8 @@ __all__ = ["arithmetic", "call", "casts", "logic"]
 
 
 def call(t: Trace, name: str, args: tuple, kwargs: dict) -> object:
-    """What the function `name` of torch means on symbols.
-
-    Raises:
-        NotImplementedError: No program has it.
-    """
+    """What the function `name` of torch means on symbols. Raises NotImplementedError if no program
+    has it."""
     handler = FUNCTIONS.get(name)
     in_place = False
     if handler is None and name.startswith("__") and name.endswith("__"):

@@ -21,17 +21,11 @@ BIG = 2**61  # of an int that may be anything: two of them add up without overfl
 
 
 class Interval(NamedTuple):
-    """State a range of values for each block.
+    """A range of values for each block."""
 
-    Args:
-        lo: The least value; of bools, whether the value is surely true. NaN: any float.
-        hi: The largest; of bools, whether it may be true. The same object as lo: one value.
-        size: At least the largest magnitude of an int. BIG: anything.
-    """
-
-    lo: Tensor
-    hi: Tensor
-    size: int = 0
+    lo: Tensor  # the least value; of bools, whether the value is surely true. NaN: any float
+    hi: Tensor  # the largest; of bools, whether it may be true. The same object as lo: one value
+    size: int = 0  # at least the largest magnitude of an int. BIG: anything
 
 
 def block_classes(
@@ -48,29 +42,13 @@ def block_classes(
     key: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the class of each block of a mask_mod's program.
+    """uint8 [ceil(rows / block_rows), ceil(keys / block_keys)]: the class of each block of a
+    mask_mod's program. NONE: no pair is seen. ALL: every pair is.
 
-    Values of captured tensors are read: they are on a CPU.
+    Values of captured tensors are read: they are on a CPU. b, h: the item and the head. row, key:
+    the indices of the first row and key. dtype: that of floats in the program.
 
-    Args:
-        program: Of a mask_mod: its result is a bool and it reads no score.
-        tensors: The captured tensors.
-        rows: The number of rows.
-        keys: The number of keys.
-        block_rows: The rows of a block. The last block may have fewer.
-        block_keys: The same of keys.
-        b: The item of the batch.
-        h: The query head.
-        row: The index of the first row.
-        key: The index of the first key.
-        dtype: The dtype of floats in the program.
-
-    Returns:
-        uint8 [ceil(rows / block_rows), ceil(keys / block_keys)] of NONE, SOME or ALL. NONE: no
-        pair is seen. ALL: every pair is.
-
-    Raises:
-        ValueError: The program has another result than a bool, or reads the score.
+    Raises ValueError for a program that has another result than a bool, or reads the score.
     """
     if program.kind != "bool" or any(x.op == "score" for x in program.values):
         raise ValueError("block_classes takes the program of a mask_mod, with a bool as result")

@@ -96,20 +96,16 @@ def lower(
 ) -> Lowered | None:
     """Lower the programs of a call. Values of captured tensors are read if all are on a CPU.
 
-    Args:
-        score: Of the score_mod, or None.
-        mask: Of the mask_mod, or None.
-        tensors: The captured tensors of both.
-        shape: The sizes of the call; of a packed batch, the longest.
-        dtype: That in which scores are computed.
-        begin: The first indices.
-        device: Of the call. Kernels of CPUs have 32 bits for whole numbers beside float32 scores,
-            and take classes of blocks.
-        flat: What `joined` made of all captured tensors. None: join those that programs load.
+    tensors: the captured tensors of both programs.
+    shape: the sizes of the call; of a packed batch, the longest.
+    dtype: that in which scores are computed.
+    begin: the first indices.
+    device: of the call. Kernels of CPUs have 32 bits for whole numbers beside float32 scores, and
+        take classes of blocks.
+    flat: what `joined` made of all captured tensors. None: join those that programs load.
 
-    Returns:
-        None where another form serves better: whole numbers do not fit in the bits that kernels
-        have for them, or, without `flat`, a captured tensor is as large as a mask.
+    None where another form serves better: whole numbers do not fit in the bits that kernels have
+    for them, or, without `flat`, a captured tensor is as large as a mask.
     """
     if flat is None and not may_lower(score, mask, tensors):
         return None
@@ -142,13 +138,10 @@ def _text(
 ) -> str | None:
     """The text of the lowered programs.
 
-    Args:
-        score: Of the score_mod, or None.
-        mask: Of the mask_mod, or None.
-        joins: The number of each captured tensor that is joined, whether it has floats, its shape.
-        ranges: The first and the last b, h, i and j.
-        extremes: The bounds of captured tensors of whole numbers.
-        narrow: Whether whole numbers have 32 bits. If one may need more, there is no text.
+    joins: the number of each captured tensor that is joined, whether it has floats, its shape.
+    ranges: the first and the last b, h, i and j.
+    extremes: the bounds of captured tensors of whole numbers.
+    narrow: whether whole numbers have 32 bits. If one may need more, there is no text.
     """
     table, inputs, known = _Table.of(joins), dict(zip("bhij", ranges)), dict(extremes)
     outside: list[Program] = []

@@ -33,11 +33,8 @@ class ModText(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ModText:
-        """Return the programs of a text.
-
-        Raises:
-            ValueError: The text is not that of three programs with these captured tensors.
-        """
+        """The programs of a text. Raises ValueError unless it is of three programs that capture
+        these tensors."""
         parts = text.split("\n\n")
         if len(parts) != len(cls._fields):
             raise ValueError(f"score_mod: got {len(parts)} programs, expected {len(cls._fields)}")

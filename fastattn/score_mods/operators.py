@@ -17,17 +17,9 @@ F, I, B = "float", "int", "bool"
 
 
 class Op(NamedTuple):
-    """State one operator.
-
-    Args:
-        signatures: Pairs of the kinds of the operands and the kind of the result.
-        meaning: The function of torch tensors. None: an input, a constant or a load.
-        fold: The function of Python's numbers, exact, or None if it has no value.
-    """
-
-    signatures: tuple[tuple[tuple[str, ...], str], ...]
-    meaning: Callable | None = None
-    fold: Callable | None = None
+    signatures: tuple[tuple[tuple[str, ...], str], ...]  # the kinds of the operands; of the result
+    meaning: Callable | None = None  # of torch tensors. None: an input, a constant or a load
+    fold: Callable | None = None  # of Python's numbers, exact; or it returns None
 
 
 def _of(*signatures: str) -> tuple:

@@ -68,12 +68,10 @@ def _derived(text: str) -> _Derived | None:
 class ScoreModAt:
     """A score_mod at the scaled products of a call.
 
-    Args:
-        text: Of `ModText`.
-        captured: The floats and the ints.
-        indices: b, h, i and j, which broadcast.
-        products: (B, H, M, N), scaled.
-        shown: Bool, where an index out of range raises.
+    captured: the floats and the ints.
+    indices: b, h, i and j, which broadcast.
+    products: (B, H, M, N), scaled.
+    shown: bool, where an index out of range raises.
     """
 
     def __init__(

@@ -15,36 +15,24 @@ INT64 = range(-(2**63), 2**63)
 
 
 class Value(NamedTuple):
-    """State one instruction. Values are numbered in order; no value changes.
+    """One instruction. Values are numbered in order; no value changes."""
 
-    Args:
-        op: The name of an operator of OPS.
-        args: The numbers of earlier values.
-        kind: "float", "int" or "bool": the kind of the result.
-        number: The number of a "constant", None otherwise.
-        tensor: The number of the captured tensor of a "load", None otherwise.
-    """
-
-    op: str
-    args: tuple[int, ...] = ()
-    kind: str = "float"
-    number: int | float | bool | None = None
-    tensor: int | None = None
+    op: str  # the name of an operator of OPS
+    args: tuple[int, ...] = ()  # the numbers of earlier values
+    kind: str = "float"  # of the result; or "int", or "bool"
+    number: int | float | bool | None = None  # of a "constant"
+    tensor: int | None = None  # the number of the captured tensor of a "load"
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """State a function of score, b, h, i and j as data.
+    """A function of score, b, h, i and j as data.
 
     Two programs are equal if their texts are: 0.0 and -0.0 differ, NaN equals NaN.
-
-    Args:
-        values: The instructions. The last one is the result.
-        captured: The kind and the number of dimensions of each captured tensor.
     """
 
-    values: tuple[Value, ...]
-    captured: tuple[tuple[str, int], ...] = ()
+    values: tuple[Value, ...]  # the last one is the result
+    captured: tuple[tuple[str, int], ...] = ()  # each tensor's kind and number of dimensions
 
     @property
     def kind(self) -> str:
@@ -56,7 +44,7 @@ class Program:
         return _text(self)
 
     def text(self) -> str:
-        """Return the program as text, one line a value. `parse` reads it back exactly.
+        """The program as text, one line a value. `parse` reads it back exactly.
 
         The first line has the captured tensors as kind:dimensions. Each further line has an
         operator, the kind of its result, and the numbers of its operands. A constant has its
@@ -66,11 +54,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Return the program that `text` states.
-
-        Raises:
-            ValueError: The text is of no program.
-        """
+        """The program that `text` states. Raises ValueError if it is of none."""
         first, *lines = text.split("\n")
         head, *captured = first.split(" ")
         if head != "captured":
@@ -81,11 +65,7 @@ class Program:
         return program
 
     def check(self) -> None:
-        """Check each value against the table of operators.
-
-        Raises:
-            ValueError: A value contradicts the table; the message has its number.
-        """
+        """Raise ValueError for a value, by its number, that contradicts the table of operators."""
         if not self.values:
             raise ValueError("a program has at least one value")
         for at, value in enumerate(self.values):

@@ -9,18 +9,15 @@ Range = tuple[Tensor, Tensor]  # first and last index, int64
 
 
 def extremes(table: Tensor, ranges: list[Range]) -> Range:
-    """Return the least and the largest element of table[range, range, ...], for each block.
+    """The least and the largest element of table[range, range, ...], for each block, of the
+    smallest shape.
 
-    A negative index counts from the end; an index beyond the table is clamped. One dimension
-    with ranges is exact, two are exact where one range is of the rows and one of the keys of a
-    block. Others give the extremes of the whole.
+    table: of at least one element in each dimension.
+    ranges: one for each dimension; shapes broadcast to [blocks of rows, blocks of keys].
 
-    Args:
-        table: Of at least one element in each dimension.
-        ranges: One for each dimension; shapes broadcast to [blocks of rows, blocks of keys].
-
-    Returns:
-        The least and the largest elements, of the smallest shape.
+    A negative index counts from the end; an index beyond the table is clamped. One dimension with
+    ranges is exact, two are exact where one range is of the rows and one of the keys of a block.
+    Others give the extremes of the whole.
     """
     ranges = [_inside(x, size) for x, size in zip(ranges, table.shape)]
     left: list[Range] = []

@@ -18,7 +18,7 @@ Band = tuple["int | None", "int | None"]
 
 
 class Shape(NamedTuple):
-    """State the sizes of a call: items of the batch, query heads, rows, keys."""
+    """The sizes of a call: items of the batch, query heads, rows, keys."""
 
     batch: int
     heads: int
@@ -27,16 +27,15 @@ class Shape(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """State what a score_mod and a mask_mod have of known structure.
+    """What a score_mod and a mask_mod have of known structure.
 
-    Args:
-        band: (left, right): row i sees keys i - left to i + right. None in the pair is no limit.
-            A side may be negative. None: no band.
-        key_lengths: int64 [B]: row i of item b sees keys below key_lengths[b].
-        softcap: c of c tanh(score / c), after `score`.
-        alibi: float [H]: slope |i - j| is subtracted, after `softcap`.
-        score: The program of the rest of the score_mod, which comes first. None: no rest.
-        mask: The program of the rest of the mask_mod. None: no rest.
+    band: (left, right): row i sees keys i - left to i + right. None in the pair is no limit. A side
+        may be negative. None: no band.
+    key_lengths: int64 [B]: row i of item b sees keys below key_lengths[b].
+    softcap: c of c tanh(score / c), after `score`.
+    alibi: float [H]: slope |i - j| is subtracted, after `softcap`.
+    score: the program of the rest of the score_mod, which comes first. None: no rest.
+    mask: the program of the rest of the mask_mod. None: no rest.
     """
 
     band: Band | None = None
@@ -54,17 +53,10 @@ def recognise(
     shape: Shape,
     dtype: torch.dtype = torch.float32,
 ) -> Structure:
-    """Return the structure of a score_mod and a mask_mod.
+    """The structure of a score_mod and a mask_mod, which capture these tensors. Indices begin at 0.
 
-    Values of captured tensors are read, on a CPU alone: never of a GPU's, of tensors without
-    data, or under vmap. Programs keep the numbers of their captured tensors.
-
-    Args:
-        score: The program of the score_mod.
-        mask: The program of the mask_mod.
-        tensors: The captured tensors of both.
-        shape: The sizes of the call. Indices begin at 0.
-        dtype: The dtype of scores.
+    Values of captured tensors are read, on a CPU alone: never of a GPU's, of tensors without data,
+    or under vmap. Programs keep the numbers of their captured tensors. dtype: that of scores.
     """
     structure = Structure() if mask is None else _of_mask(mask, tensors, shape, dtype)
     return structure if score is None else _of_score(structure, score, tensors, shape, dtype)
@@ -301,16 +293,8 @@ Form = tuple[int, int, int]  # ci, cj, c
 
 
 def difference(program: Program, x: int, y: int | None) -> Form | None:
-    """Return the linear form of value x minus value y.
-
-    Args:
-        program: The program of both.
-        x: The number of an int value.
-        y: The number of another. None: 0.
-
-    Returns:
-        (ci, cj, c), or None if the difference is no linear form of i and j.
-    """
+    """The linear form of the int value x minus the int value y (None: 0); None if the difference is
+    no linear form of i and j."""
     forms = [_form(program, x), (0, 0, 0) if y is None else _form(program, y)]
     if forms[0] is None or forms[1] is None:
         return None

@@ -45,17 +45,12 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 class Trace:
-    """Collect one program while a function runs on symbols.
-
-    Args:
-        device: What `device` of a symbol is.
-        dtype: What `dtype` of a float symbol is.
-    """
+    """Collects one program while a function runs on symbols."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.builder: Builder = Builder()
-        self.device: torch.device = device
-        self.dtype: torch.dtype = dtype
+        self.device: torch.device = device  # of symbols
+        self.dtype: torch.dtype = dtype  # of float symbols
         self.tensors: list[Tensor] = []
         self.literals: list[Tensor] = []  # 0-d tensors that the function made itself
 
@@ -127,7 +122,7 @@ class Trace:
 
 
 class Symbol:
-    """Stand for a 0-d tensor inside a traced function: a score, an index or a value of them."""
+    """Stands for a 0-d tensor inside a traced function: a score, an index or a value of them."""
 
     __slots__ = ("at", "kind", "trace")
     trace: Trace
@@ -214,18 +209,12 @@ for _method, _name in {
 
 
 class Table:
-    """Stand for a captured tensor that lacks some of its indices, as bias[b] does.
-
-    Args:
-        trace: Of the function.
-        tensor: A view of the captured tensor.
-        index: A symbol for each dimension, or None for those that have none yet.
-    """
+    """Stands for a captured tensor that lacks some of its indices, as bias[b] does."""
 
     __slots__ = ("index", "tensor", "trace")
     trace: Trace
-    tensor: Tensor
-    index: tuple[Symbol | None, ...]
+    tensor: Tensor  # a view of the captured tensor
+    index: tuple[Symbol | None, ...]  # for each dimension; None for those that have none yet
 
     def __init__(self, trace: Trace, tensor: Tensor, index: tuple[Symbol | None, ...]) -> None:
         self.trace, self.tensor, self.index = trace, tensor, index

@@ -23,12 +23,7 @@ MAKERS = frozenset(("tensor", "scalar_tensor", "full", "zeros", "ones", "as_tens
 
 
 class Traced(NamedTuple):
-    """State a traced function.
-
-    Args:
-        program: What it does.
-        tensors: The tensors that it captures, in the order of `program.captured`.
-    """
+    """A traced function: what it does, and the tensors that it captures, as `Program.captured`."""
 
     program: Program
     tensors: tuple[Tensor, ...]
@@ -99,7 +94,7 @@ def _takes(fn: Callable, names: tuple[str, ...]) -> bool:
 
 
 class _Mode(TorchFunctionMode):
-    """Take torch's functions that get a symbol. All others run as they are."""
+    """Takes torch's functions that get a symbol. All others run as they are."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -152,23 +147,12 @@ def _symbolic(args: Any) -> bool:
 def trace_score_mod(
     fn: Callable | Traced, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Traced:
-    """Return a score_mod as a program, with the tensors that it captures.
+    """A score_mod (score, b, h, i, j) -> score of 0-d tensors as a program, with the tensors that
+    it captures. One that is traced is returned.
 
-    Args:
-        fn: A function (score, b, h, i, j) -> score of 0-d tensors. One that is traced is returned.
-        device: What `device` of a symbol is.
-        dtype: What `dtype` of the score is.
-
-    Raises:
-        TypeError: The function branches on an index or a score, takes other arguments, or
-            returns no single number. The message has the line of the function.
-        IndexError: A captured tensor has too many indices.
-        NotImplementedError: The function has an operator that no program has.
-
-    Example:
-        >>> traced = trace_score_mod(lambda score, b, h, i, j: score - abs(i - j))
-        >>> [value.op for value in traced.program.values]
-        ['score', 'i', 'j', 'sub', 'abs', 'to_float', 'sub']
+    device, dtype: those of symbols, and of the score. Errors have the line of the function:
+    TypeError if it branches on an index or a score, takes other arguments, or returns no single
+    number; IndexError for too many indices; NotImplementedError for an operator of no program.
     """
     if isinstance(fn, Traced):
         return fn
@@ -179,18 +163,8 @@ def trace_score_mod(
 
 
 def trace_mask_mod(fn: Callable | Traced, *, device: torch.device | str = "cpu") -> Traced:
-    """Return a mask_mod as a program, with the tensors that it captures.
-
-    Args:
-        fn: A function (b, h, i, j) -> bool of 0-d tensors, True where a row sees a key. One that is
-            traced is returned.
-        device: What `device` of a symbol is.
-
-    Raises:
-        TypeError: The function returns no bool; or as trace_score_mod.
-        IndexError: A captured tensor has too many indices.
-        NotImplementedError: The function has an operator that no program has.
-    """
+    """A mask_mod (b, h, i, j) -> bool, True where a row sees a key, likewise. TypeError, too, if it
+    returns no bool."""
     if isinstance(fn, Traced):
         return fn
     if isinstance(fn, Mod) and torch.compiler.is_dynamo_compiling():
@@ -263,14 +237,9 @@ def _traced(trace: Trace, result: Symbol) -> Traced:
 def merge(
     score: Traced | None, mask: Traced | None
 ) -> tuple[Program | None, Program | None, tuple[Tensor, ...]]:
-    """Give a score_mod and a mask_mod one list of captured tensors.
-
-    A tensor that both capture is there once: the same object, or the same part of a storage
-    where neither requires a gradient. Both programs have the list as their `captured`.
-
-    Returns:
-        The score_mod's program, the mask_mod's, and the captured tensors.
-    """
+    """The score_mod's program, the mask_mod's, and one list of captured tensors, which both have as
+    their `captured`. A tensor that both capture is there once: the same object, or the same part of
+    a storage where neither requires a gradient."""
     tensors: list[Tensor] = []
     numbers: list[list[int]] = []
     for traced in (score, mask):

@@ -42,11 +42,8 @@ class Unlowered(NamedTuple):
     @classmethod
     @functools.lru_cache(maxsize=512)
     def parse(cls, text: str) -> Unlowered:
-        """Return what `text` states.
-
-        Raises:
-            ValueError: The text is of no two programs with the same captured tensors.
-        """
+        """What `text` states. Raises ValueError unless that is two programs with the same captured
+        tensors."""
         *texts, last = text.split("\n\n")
         if len(texts) != 2 or last != MARK:
             raise ValueError(f"score_mod: got {len(texts)} programs before {last!r}, expected 2")
@@ -98,9 +95,8 @@ def lowered_call(t: Tensors, o: Options, known: bool = True) -> tuple[Tensors, O
 
     known: whether sizes and values are known. If not, the programs hold for calls of any size.
 
-    Raises:
-        NotImplementedError: Whole numbers of the programs may need more than 32 bits, and the
-            kernels of the CPU have no more beside float32.
+    Raises NotImplementedError where whole numbers of the programs may need more than 32 bits, and
+    the kernels of the CPU have no more beside float32.
     """
     if not o.score_mod or not is_unlowered(o.score_mod):
         return t, o

@@ -113,7 +113,7 @@ def test_each_call_is_passed_on_unchanged(seed, library, monkeypatch):
         assert without(params, "workspace") == want
         dout = torch.zeros_like(out)
         for dlse, needs_grad in ((None, "qkv"), (torch.zeros_like(normaliser[0]), "qv")):
-            grads = backend.backward(s, t, out, normaliser, dout, dlse, tuple(needs_grad))
+            grads = backend.backward(s, t, (out, normaliser), (dout, dlse), tuple(needs_grad))
             params, rest = last(library)
             (at,) = libraries.POINTER.unpack_from(params, libraries.WORKSPACE)
             assert rest["pass"] == libraries.BACKWARD and at and at % 64 == 0

@@ -162,10 +162,10 @@ class Launched(cuda.Cuda):
         with self.mode:
             return super().forward(spec, self.moved(t))
 
-    def backward(self, spec, t, *given):
-        *given, needs_grad = given
+    def backward(self, spec, t, outs, grads, needs_grad):
+        given = (tuple(map(self.mode.there, x)) for x in (outs, grads))
         with self.mode:
-            return super().backward(spec, self.moved(t), *map(self.mode.there, given), needs_grad)
+            return super().backward(spec, self.moved(t), *given, needs_grad)
 
     def weights(self, spec, t):
         with self.mode:

@@ -78,7 +78,7 @@ MEASURE = """
 
         def run():
             outs = passes.jvp(spec, t, moves)
-            return outs, passes.second(spec, t, moves, outs, q, None, k, None, ("q", "k", "v"))
+            return outs, passes.second(spec, t, moves, outs, (q, None, k, None), ("q", "k", "v"))
 
         return run
 

@@ -197,10 +197,10 @@ def test_packed(name, features):
     for isa in variants(name):
         with variant(isa):
             before = run.forward(spec, t)
-            outs = run.jvp(spec, t, moves, *before)
-            alone = per_sequence.jvp_in_turn(run, spec, t, moves, *before)
+            outs = run.jvp(spec, t, moves, before)
+            alone = per_sequence.jvp_in_turn(run, spec, t, moves, before)
             assert all(map(torch.equal, outs[2:], alone[2:]))
-            found = run.second(spec, t, moves, outs, *grads, made.needs_grad)
+            found = run.second(spec, t, moves, outs, grads, made.needs_grad)
             expected = per_sequence.second_in_turn(
                 run, spec, t, moves, outs, grads, made.needs_grad
             )
@@ -217,11 +217,11 @@ def probability_sums(name, problem):
     spec, t = call(problem)
     ones = torch.ones_like(problem.v)
     run = base.get(name)
-    outs = run.jvp(spec, t, Tangents(v=ones), *run.forward(spec, t))
+    outs = run.jvp(spec, t, Tangents(v=ones), run.forward(spec, t))
     dout_t = torch.zeros_like(outs[0])
     dout_t[..., 0] = 1
     given = torch.zeros_like(outs[0]), None, dout_t, None
-    found = run.second(spec, t, Tangents(), run.jvp(spec, t, Tangents()), *given, ("q", "k", "v"))
+    found = run.second(spec, t, Tangents(), run.jvp(spec, t, Tangents()), given, ("q", "k", "v"))
     return outs[2][..., 0], found["v"][..., 0].sum(-1), found
 
 

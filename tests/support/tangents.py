@@ -220,13 +220,12 @@ def passes(name: str, problem: Problem, moves: dict, dout_t, dlse_t, known=True)
     assert not run.support.why_not(spec)
     tangents = Tangents(**moves)
     before = run.forward(spec, t)
-    outs = run.jvp(spec, t, tangents, *(before if known else ()))
+    outs = run.jvp(spec, t, tangents, before if known else None)
     if not known:
         loose = 1e-5 if q.dtype.itemsize > 2 else 2 * torch.finfo(q.dtype).eps
         for x, y in zip(before, outs):
             torch.testing.assert_close(y, x, rtol=loose, atol=loose)
     dlse, dlse_t = (None, None) if problem.dlse is None else (problem.dlse, dlse_t)
-    found = run.second(
-        spec, t, tangents, outs, problem.dout, dlse, dout_t, dlse_t, problem.needs_grad
-    )
+    grads = problem.dout, dlse, dout_t, dlse_t
+    found = run.second(spec, t, tangents, outs, grads, problem.needs_grad)
     return dict(out_t=outs[2], lse_t=outs[3]) | {f"d{x}_t": y for x, y in found.items()}

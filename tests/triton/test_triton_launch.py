@@ -66,8 +66,8 @@ def described(layouts=({}, {}, {}), tensors=(), dtype=torch.bfloat16, **changed)
 
 
 def train(s, t, needs_grad=("q", "k", "v")):
-    out, normaliser = Triton().forward(s, t)
-    return Triton().backward(s, t, out, normaliser, torch.zeros_like(out), None, needs_grad)
+    outs = Triton().forward(s, t)
+    return Triton().backward(s, t, outs, (torch.zeros_like(outs[0]), None), needs_grad)
 
 
 def forward(s, t):
@@ -200,7 +200,7 @@ def test_gradients_of_any_layout(strided, stub, monkeypatch):
         dlse = dlse.view(normaliser[0].shape) if dlse.numel() == normaliser[0].numel() else None
 
         def call(s, t, dout=dout, dlse=dlse):
-            Triton().backward(s, t, out, normaliser, dout, dlse, ("q", "v"))
+            Triton().backward(s, t, (out, normaliser), (dout, dlse), ("q", "v"))
 
         call(s, t)
         assert launches(stub, call, s, t) == as_triton(monkeypatch, stub, call, s, t)

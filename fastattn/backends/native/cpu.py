@@ -10,7 +10,7 @@ from torch import Tensor, get_num_threads
 
 from ...call.spec import DIFFERENTIABLE, AttentionSpec, Feature, Tensors
 from ...call.validation import DTYPES
-from ..base import BAD_INDEX, COMMON_FEATURES, Support, empty_dense, register
+from ..base import BAD_INDEX, COMMON_FEATURES, Grads, Outs, Support, empty_dense, register
 from ..shared.gathered_pages import Rows, sink_gradient
 from ..shared.per_sequence import backward_in_turn
 from ..shared.value_checks import check_values
@@ -55,45 +55,30 @@ class Cpu(Launcher):
         return call, *like.out, normaliser.nbytes, like.brief, libraries.cpu().run_at
 
     def backward(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        out: Tensor,
-        normaliser: Tensor,
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        needs_grad: Sequence[str],
+        self, spec: AttentionSpec, t: Tensors, outs: Outs, grads: Grads, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
         if not spec.paged:
-            return super().backward(spec, t, out, normaliser, dout, dlse, needs_grad)
-        dout = torch.zeros_like(out) if dout is None else dout
-        given = out, normaliser, dout, dlse
+            return super().backward(spec, t, outs, grads, needs_grad)
+        dout, dlse = grads
+        rows = Rows(t.q, *outs, torch.zeros_like(outs[0]) if dout is None else dout, dlse)
         # The kernels have sequences of one row, which select their keys.
         if spec.M > 1 or spec.given & {"mask"} or spec.score_mod:
-            grads = backward_in_turn(self, spec, t, *given, needs_grad)
+            made = backward_in_turn(self, spec, t, outs, (rows.dout, dlse), needs_grad)
         else:
-            grads = self._of_single_rows(spec, t, *given, needs_grad)
-        return in_grad_order(spec, {name: grads[name] for name in needs_grad}, t)
+            made = self._of_single_rows(spec, t, rows, needs_grad)
+        return in_grad_order(spec, {name: made[name] for name in needs_grad}, t)
 
     def _of_single_rows(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        out: Tensor,
-        normaliser: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs_grad: Sequence[str],
+        self, spec: AttentionSpec, t: Tensors, rows: Rows, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
         """Gradients of sequences of one row. Kernels add to the gradients of pages."""
         grads = {"q": empty_dense(t.q, t.q.shape, spec.stored(spec.dtype), spec.grad_order)}
         for name in {"k", "v"}.intersection(needs_grad):
             x = t.given(name)
             grads[name] = empty_dense(x, x.shape, spec.acc_dtype, spec.grad_order).zero_()
-        given = (out, normaliser, dout, dlse, *map(grads.get, DIFFERENTIABLE))
+        given = (*rows[1:], *map(grads.get, DIFFERENTIABLE))
         self._launch(libraries.BACKWARD, prepared(spec), t, given)
         if "sinks" in needs_grad:
-            rows = Rows(t.q, out, dout, normaliser, dlse)
             grads["sinks"] = sink_gradient(t.given("sinks"), rows)
         return grads
 

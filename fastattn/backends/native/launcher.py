@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, empty, get_num_threads
 
 from ...call.spec import ARGUMENTS, DIFFERENTIABLE, RESULTS, AttentionSpec, Tangents, Tensors
-from ..base import Layout, dense_layout, in_order
+from ..base import Grads, Layout, Outs, dense_layout, in_order
 from ..shared.per_sequence import backward_in_turn, second_in_turn
 from . import libraries
 from .marshalling import pack, places
@@ -62,26 +62,18 @@ class Launcher:
         return out, normaliser
 
     def backward(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        out: Tensor,
-        normaliser: Tensor,
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        needs_grad: Sequence[str],
+        self, spec: AttentionSpec, t: Tensors, outs: Outs, grads: Grads, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
+        dout, dlse = grads
         if dout is None:
-            dout = t.q.new_zeros(()).expand(out.shape)
+            dout = t.q.new_zeros(()).expand(outs[0].shape)
         if spec.packed and "mask" in needs_grad and _copies(spec, t.given("mask")) > ROOM:
-            gradients = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, needs_grad)
-            return in_grad_order(spec, gradients, t)
-        grads = self._gradients(spec, t, needs_grad)
-        given = (out, normaliser, dout, dlse)
-        self._launch(
-            libraries.BACKWARD, prepared(spec), t, (*given, *map(grads.get, DIFFERENTIABLE))
-        )
-        return _as_inputs(spec, grads, t) if spec.given else grads
+            made = backward_in_turn(self, spec, t, outs, (dout, dlse), needs_grad)
+            return in_grad_order(spec, made, t)
+        made = self._gradients(spec, t, needs_grad)
+        given = (*outs, dout, dlse, *map(made.get, DIFFERENTIABLE))
+        self._launch(libraries.BACKWARD, prepared(spec), t, given)
+        return _as_inputs(spec, made, t) if spec.given else made
 
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
         B, H, M, N = spec.B, spec.H, spec.M, spec.N
@@ -103,18 +95,14 @@ class Launcher:
         return _as_inputs(spec, grads, t) if spec.given else grads
 
     def jvp(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        tangents: Tangents,
-        out: Tensor | None = None,
-        normaliser: Tensor | None = None,
+        self, spec: AttentionSpec, t: Tensors, tangents: Tangents, outs: Outs | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         like = prepared(spec)
         out_t = t.q.new_empty_strided(*like.out)
         lse_t = t.q.new_empty(like.out[0][:3], dtype=spec.acc_dtype)
         moved = (out_t, lse_t, *_tangents(spec, tangents))
-        if out is not None and normaliser is not None:
+        if outs is not None:
+            out, normaliser = outs
             self._launch(libraries.JVP, like, t, (out, *moved))
         else:
             out = t.q.new_empty_strided(*like.out, **like.stored)
@@ -127,23 +115,19 @@ class Launcher:
         spec: AttentionSpec,
         t: Tensors,
         tangents: Tangents,
-        outs: Sequence[Tensor],
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        dout_t: Tensor | None,
-        dlse_t: Tensor | None,
+        outs: Outs,
+        grads: Grads,
         needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
-        if dout is None:
-            dout = outs[0].new_zeros(()).expand(outs[0].shape)
+        if grads[0] is None:
+            grads = (outs[0].new_zeros(()).expand(outs[0].shape), *grads[1:])
         if spec.packed and "mask" in needs_grad and _copies(spec, t.given("mask")) > ROOM:
-            given = (dout, dlse, dout_t, dlse_t)
-            gradients = second_in_turn(self, spec, t, tangents, outs, given, needs_grad)
-            return in_grad_order(spec, gradients, t)
-        grads = self._gradients(spec, t, needs_grad)
-        given = (*outs, *_tangents(spec, tangents), dout, dlse, dout_t, dlse_t)
-        self._launch(libraries.SECOND, prepared(spec), t, (*given, *map(grads.get, DIFFERENTIABLE)))
-        return _as_inputs(spec, grads, t) if spec.given else grads
+            made = second_in_turn(self, spec, t, tangents, outs, grads, needs_grad)
+            return in_grad_order(spec, made, t)
+        made = self._gradients(spec, t, needs_grad)
+        given = (*outs, *_tangents(spec, tangents), *grads, *map(made.get, DIFFERENTIABLE))
+        self._launch(libraries.SECOND, prepared(spec), t, given)
+        return _as_inputs(spec, made, t) if spec.given else made
 
     def _gradients(
         self, spec: AttentionSpec, t: Tensors, needs_grad: Sequence[str]

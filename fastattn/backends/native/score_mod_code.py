@@ -22,16 +22,12 @@ FIRST = 3  # the first slot of values that are the same for all keys
 
 @functools.lru_cache(maxsize=512)
 def encode(text: str, floats: int, ints: int, operators: str) -> array[int]:
-    """Return the code.
+    """The code of a text of `ModText`.
 
-    Args:
-        text: Of `ModText`.
-        floats: How many captured floats there are.
-        ints: The same of ints.
-        operators: The names of the operators in the order of their numbers, with spaces between.
+    floats, ints: how many captured numbers there are.
+    operators: the names of the operators in the order of their numbers, with spaces between.
 
-    Raises:
-        ValueError: The text is of no programs, or these load from a tensor without numbers.
+    Raises ValueError if the text is of no programs, or these load from a tensor without numbers.
     """
     programs = ModText.parse(text)
     for value in (x for program in programs if program for x in program.values):
@@ -69,16 +65,11 @@ def encode(text: str, floats: int, ints: int, operators: str) -> array[int]:
 
 
 class Slot(NamedTuple):
-    """Where a value is.
+    """Where a value is."""
 
-    kind: TILES, CONSTANT (the same for all keys) or VARYING.
-    at: which one of the slots of this kind.
-    of: the class of the value.
-    """
-
-    kind: int
-    at: int
-    of: int
+    kind: int  # TILES, CONSTANT (the same for all keys) or VARYING
+    at: int  # which one of the slots of this kind
+    of: int  # the class of the value
 
 
 TILES, CONSTANT, VARYING = range(3)

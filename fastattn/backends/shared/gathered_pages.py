@@ -28,20 +28,13 @@ class Rows(NamedTuple):
 
     q: Tensor
     out: Tensor
-    dout: Tensor
     normaliser: Tensor  # (2,1,H,T)
+    dout: Tensor
     dlse: Tensor | None
 
 
 def backward_of_pages(
-    backend: Backend,
-    spec: AttentionSpec,
-    t: Tensors,
-    out: Tensor,
-    normaliser: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs_grad: Sequence[str],
+    backend: Backend, spec: AttentionSpec, t: Tensors, rows: Rows, needs_grad: Sequence[str]
 ) -> dict[str, Tensor]:
     """`Backend.backward` of q, k, v and sinks for a call without a mask and without a score_mod, in
     spec.acc_dtype. The sums of pages have a fixed order."""
@@ -56,7 +49,6 @@ def backward_of_pages(
     keys = spec.blocks * spec.page
     bytes_of_one = max(1, keys * spec.Hk * (spec.D + spec.Dv)) * (spec.dtype.itemsize + 4)
     step = max(1, ROOM // bytes_of_one)
-    rows = Rows(t.q, out, dout, normaliser, dlse)
     for b in range(0, spec.B if keys and spec.T else 0, step):
         end = min(b + step, spec.B)
         here = _rows_of(spec, t, b, end)
@@ -99,9 +91,9 @@ def _rows_of(spec: AttentionSpec, t: Tensors, b: int, end: int) -> slice:
 
 
 def _of(rows: Rows, here: slice) -> Rows:
-    q, out, dout = (x[:, :, here] for x in rows[:3])
+    q, out, dout = (x[:, :, here] for x in (rows.q, rows.out, rows.dout))
     dlse = None if rows.dlse is None else rows.dlse[..., here]
-    return Rows(q, out, dout, rows.normaliser[..., here], dlse)
+    return Rows(q, out, rows.normaliser[..., here], dout, dlse)
 
 
 def _pages_of(spec: AttentionSpec, t: Tensors, b: int, end: int) -> Tensor:
@@ -150,7 +142,7 @@ def _of_sequences(
         **dict(q=rows.q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, key_lengths=lengths),
         **dict(block_table=None, sinks=None),
     )
-    grads = backend.backward(part, own, rows.out, rows.normaliser, rows.dout, rows.dlse, wanted)
+    grads = backend.backward(part, own, rows[1:3], rows[3:], wanted)
     if folds and "q" in wanted:
         grads["q"] = grads["q"].unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)
     return grads
@@ -164,4 +156,4 @@ def _folded(rows: Rows, group: int) -> Rows:
         return x.flatten(head + 1, head + 2)
 
     dlse = None if rows.dlse is None else fold(rows.dlse)
-    return Rows(fold(rows.q), fold(rows.out), fold(rows.dout), fold(rows.normaliser, 2), dlse)
+    return Rows(fold(rows.q), fold(rows.out), fold(rows.normaliser, 2), fold(rows.dout), dlse)

@@ -23,7 +23,7 @@ from ...call.spec import (
     Tangents,
     Tensors,
 )
-from ..base import empty_dense
+from ..base import Grads, Outs, empty_dense
 from ..native.marshalling import kind
 
 
@@ -107,16 +107,14 @@ def backward_in_turn(
     backend: Any,
     spec: AttentionSpec,
     t: Tensors,
-    out: Tensor,
-    normaliser: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    outs: Outs,
+    grads: Grads,
     needs_grad: Collection[str],
 ) -> dict[str, Tensor]:
     """`Backend.backward` of a packed batch, with one call for each sequence."""
 
     def of(one: Sequence) -> dict[str, Tensor]:
-        given = _rows(("out", "normaliser", "out", "lse"), (out, normaliser, dout, dlse), one.rows)
+        given = _rows(WITH_TANGENTS, outs, one.rows), _rows(INCOMING, grads, one.rows)
         return backend.backward(one.spec, one.t, *given, needs_grad)
 
     return _summed(spec, t, needs_grad, of)
@@ -127,18 +125,17 @@ def jvp_in_turn(
     spec: AttentionSpec,
     t: Tensors,
     tangents: Tangents,
-    out: Tensor | None = None,
-    normaliser: Tensor | None = None,
+    outs: Outs | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`WithTangents.jvp` likewise."""
     like_out = (*t.q.shape[:3], t.given("v").shape[3])
     like_lse = t.q.shape[:3]
-    outs = [empty_dense(t.q, like_out, t.q.dtype, TOKENS) for _ in range(2)]
+    out, out_t = (empty_dense(t.q, like_out, t.q.dtype, TOKENS) for _ in range(2))
     wide = [t.q.new_empty(shape, dtype=spec.acc_dtype) for shape in ((2, *like_lse), like_lse)]
-    rooms = outs[0], wide[0], outs[1], wide[1]
+    rooms = out, wide[0], out_t, wide[1]
     for one in sequences(spec, t):
-        given = _rows(WITH_TANGENTS, (out, normaliser), one.rows)
-        results = backend.jvp(one.spec, one.t, _tangents_of(one, spec, tangents), *given)
+        known = None if outs is None else _rows(WITH_TANGENTS, outs, one.rows)
+        results = backend.jvp(one.spec, one.t, _tangents_of(one, spec, tangents), known)
         for room, x in zip(_rows(WITH_TANGENTS, rooms, one.rows), results):
             assert room is not None
             room.copy_(x)
@@ -150,18 +147,16 @@ def second_in_turn(
     spec: AttentionSpec,
     t: Tensors,
     tangents: Tangents,
-    outs: Iterable[Tensor],
-    grads: Iterable[Tensor | None],
+    outs: Outs,
+    grads: Grads,
     needs_grad: Collection[str],
 ) -> dict[str, Tensor]:
-    """`WithTangents.second` likewise. grads: dout and dlse, and their tangents."""
-    outs, grads = list(outs), list(grads)
+    """`WithTangents.second` likewise."""
 
     def of(one: Sequence) -> dict[str, Tensor]:
-        own = _rows(WITH_TANGENTS, outs, one.rows)
-        given = _rows(INCOMING, grads, one.rows)
+        given = _rows(WITH_TANGENTS, outs, one.rows), _rows(INCOMING, grads, one.rows)
         turned = _tangents_of(one, spec, tangents)
-        return backend.second(one.spec, one.t, turned, own, *given, needs_grad)
+        return backend.second(one.spec, one.t, turned, *given, needs_grad)
 
     return _summed(spec, t, needs_grad, of)
 

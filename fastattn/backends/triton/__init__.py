@@ -1,2 +1,1 @@
-"""The backend of Triton's kernels. `backend` has the passes, `job` a launch, and `tangents`
-registers the backend."""
+"""The backend of Triton's kernels: `backend` registers it, `job` and `tangents` have its passes."""

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...call.spec import AttentionSpec, Feature, Tensors
-from ..base import BAD_INDEX, COMMON_FEATURES, Support
+from ...call.spec import AttentionSpec, Feature, Tangents, Tensors
+from ..base import BAD_INDEX, COMMON_FEATURES, Grads, Outs, Support, register
 from ..native.launcher import in_grad_order, prepared
 from ..shared import gpu
-from ..shared.gathered_pages import backward_of_pages
+from ..shared.gathered_pages import Rows, backward_of_pages
 from ..shared.gpu import on
 from ..shared.per_sequence import backward_in_turn
 from ..shared.value_checks import checks_values
@@ -21,6 +21,7 @@ from .arguments import blocks
 from .job import Job
 from .launch_cache import interpreted
 from .runtime import kernels, unavailable
+from .tangents import TangentJob, rows_in_line
 
 
 class Triton:
@@ -36,7 +37,8 @@ class Triton:
         | Feature.QUANTISED
         | Feature.UNROUNDED
         | Feature.PAGED_GRAD
-        | Feature.SCORE_MOD,
+        | Feature.SCORE_MOD
+        | Feature.TANGENTS,
     )
 
     def unavailable(self) -> str | None:
@@ -57,29 +59,48 @@ class Triton:
         return out, normaliser
 
     def backward(
+        self, spec: AttentionSpec, t: Tensors, outs: Outs, grads: Grads, needs_grad: Sequence[str]
+    ) -> dict[str, Tensor]:
+        dout, dlse = grads
+        dout = torch.zeros_like(outs[0], dtype=spec.dtype) if dout is None else rows_in_line(dout)
+        if spec.paged:
+            if spec.given & {"mask"} or spec.score_mod:
+                made = backward_in_turn(self, spec, t, outs, (dout, dlse), needs_grad)
+            else:
+                made = backward_of_pages(self, spec, t, Rows(t.q, *outs, dout, dlse), needs_grad)
+            return in_grad_order(spec, made, t)
+        with on(t.q.device):
+            job = Job(spec, t, dout)
+            job.find_delta(*outs, dlse)
+            return job.gradients(needs_grad)
+
+    def jvp(
+        self, spec: AttentionSpec, t: Tensors, tangents: Tangents, outs: Outs | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out, normaliser = self.forward(spec, t) if outs is None else outs
+        out_t = t.q.new_empty_strided(*prepared(spec).out)
+        lse_t = t.q.new_empty(normaliser.shape[1:], dtype=spec.acc_dtype)
+        if lse_t.numel():
+            with on(t.q.device):
+                TangentJob(spec, t, tangents).jvp(out, normaliser, out_t, lse_t)
+        return out, normaliser, out_t, lse_t
+
+    def second(
         self,
         spec: AttentionSpec,
         t: Tensors,
-        out: Tensor,
-        normaliser: Tensor,
-        dout: Tensor | None,
-        dlse: Tensor | None,
+        tangents: Tangents,
+        outs: Outs,
+        grads: Grads,
         needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
-        if dout is None:
-            dout = torch.zeros_like(out, dtype=spec.dtype)
-        elif dout.stride(-1) != 1:  # out.sum() expands one number: no wide loads, no descriptor
-            dout = dout.contiguous()
-        if spec.paged:
-            given = out, normaliser, dout, dlse
-            masked = spec.given & {"mask"} or spec.score_mod
-            grads = (backward_in_turn if masked else backward_of_pages)(
-                self, spec, t, *given, needs_grad
-            )
-            return in_grad_order(spec, grads, t)
+        out, normaliser, out_t, lse_t = outs
+        dout, dlse, dout_t, dlse_t = grads
+        dout = torch.zeros_like(out) if dout is None else rows_in_line(dout)
         with on(t.q.device):
-            job = Job(spec, t, dout)
+            job = TangentJob(spec, t, tangents, dout, dout_t)
             job.find_delta(out, normaliser, dlse)
+            job.find_rates(out, out_t, lse_t, dlse_t)
             return job.gradients(needs_grad)
 
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
@@ -127,3 +148,6 @@ def check_indices(job: Job) -> None:
     )
     if errors.any():
         raise IndexError(BAD_INDEX)
+
+
+register(Triton())

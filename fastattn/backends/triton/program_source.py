@@ -102,11 +102,7 @@ def module_of(text: str, most: dict[str, int]) -> tuple[str, str]:
     """The name and the source of the module with a call's functions.
 
     The name has a digest of the source and of the functions that it calls: Triton names a function
-    by it in the keys of its cache.
-
-    Args:
-        text: Of `ModText`.
-        most: Above the largest index of each kind: b, h, i and j.
+    by it in the keys of its cache. most: above the largest index of each kind: b, h, i and j.
     """
     programs = ModText.parse(text)
     inputs = {x: (0, n - 1) for x, n in most.items()}

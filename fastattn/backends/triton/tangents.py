@@ -1,66 +1,17 @@
-"""Triton's backend with the passes that take tangents: kernels jvp.py and backward_jvp.py."""
+"""The passes over one call that take tangents: kernels jvp.py and backward_jvp.py."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...call.spec import AttentionSpec, Feature, Tangents, Tensors
-from ..base import Support, register
-from ..native.launcher import prepared
-from ..shared.gpu import on
+from ...call.spec import AttentionSpec, Tangents, Tensors
 from . import tile_configs
 from .arguments import blocks, broadcast, operand
-from .backend import Triton
 from .job import Job
 from .runtime import kernels
-
-
-class TritonWithTangents(Triton):
-    support: Support = dataclasses.replace(
-        Triton.support, features=Triton.support.features | Feature.TANGENTS
-    )
-
-    def jvp(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        tangents: Tangents,
-        out: Tensor | None = None,
-        normaliser: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if out is None or normaliser is None:
-            out, normaliser = self.forward(spec, t)
-        out_t = t.q.new_empty_strided(*prepared(spec).out)
-        lse_t = t.q.new_empty(normaliser.shape[1:], dtype=spec.acc_dtype)
-        if lse_t.numel():
-            with on(t.q.device):
-                TangentJob(spec, t, tangents).jvp(out, normaliser, out_t, lse_t)
-        return out, normaliser, out_t, lse_t
-
-    def second(
-        self,
-        spec: AttentionSpec,
-        t: Tensors,
-        tangents: Tangents,
-        outs: Sequence[Tensor],
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        dout_t: Tensor | None,
-        dlse_t: Tensor | None,
-        needs_grad: Sequence[str],
-    ) -> dict[str, Tensor]:
-        out, normaliser, out_t, lse_t = outs
-        dout = torch.zeros_like(out) if dout is None else rows_in_line(dout)
-        with on(t.q.device):
-            job = TangentJob(spec, t, tangents, dout, dout_t)
-            job.find_delta(out, normaliser, dlse)
-            job.find_rates(out, out_t, lse_t, dlse_t)
-            return job.gradients(needs_grad)
 
 
 class TangentJob(Job):
@@ -172,6 +123,3 @@ class TangentJob(Job):
 def rows_in_line(x: Tensor) -> Tensor:
     """x with contiguous rows, which kernels read in wide loads. An expanded number has none."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-register(TritonWithTangents())
