@@ -152,12 +152,10 @@ class Extras(NamedTuple):
     k_scale: Any = None  # Operands (B,Hk,N): the multiplier of each row of k and v
     v_scale: Any = None
     block_mask: Any = None  # BlockMask, if F.block_mask
-    dropout_batch_period: Any = (
-        None  # dropout draws repeat after this many items and heads. Not in SIZES:
-    )
-    dropout_head_period: Any = (
-        None  # kernels are compiled for special values, but these do not grow
-    )
+    # Dropout draws repeat after this many items and heads. Not in SIZES: kernels are compiled for
+    # special values, but these do not grow.
+    dropout_batch_period: Any = None
+    dropout_head_period: Any = None
     captured: Any = None  # Captured, of a score_mod and a mask_mod
     nothing: Any = None  # Triton 3.6 loses nested constants of a tuple without one of its own
 

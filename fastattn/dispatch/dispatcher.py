@@ -35,6 +35,7 @@ Observer = Callable[[Run, Operation, Tensors, Options], tuple[Tensor, ...]]
 # The function that computes calls on tensors of a class, by the name of the class, because to
 # import DTensor takes a second. Modules above this one register here.
 HANDLERS: dict[str, Run] = {}
+_via_operator: Run = functools.partial(run_pass.via_operator, FORWARD)
 _observers: list[Observer] = []
 
 
@@ -58,10 +59,6 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
     differentiable = _attention if op is ATTENTION else _weights
     spec, _ = planned
     return differentiable((op, o, t, kind_of_tensors, planned), *t[: spec.fields_to_last_given])
-
-
-def _via_operator(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    return run_pass.via_operator(FORWARD, op, t, o)
 
 
 def _handled(tensors: Sequence[Tensor | None]) -> str:

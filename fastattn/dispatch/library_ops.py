@@ -50,7 +50,6 @@ from .run_pass import (
 )
 
 N_TENSORS = len(Tensors._fields)
-N_SCALARS = len(Options._fields)
 _TYPES = {
     str: "str",
     bool: "bool",

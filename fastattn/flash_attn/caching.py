@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..nn.positions import rotate
 from .checks import in_their_names, need_integers, need_shape, refuse_int4, within
-from .translation import Arguments, changed, dense, packed
+from .translation import Arguments, dense, packed
 
 
 class Cache(NamedTuple):
@@ -129,7 +129,7 @@ def attend(
     B, M = q.shape[:2]
     with in_their_names(k="k_cache", v="v_cache", key_lengths="cache_seqlens"):
         if cache.is_plain:
-            given = changed(arguments, key_lengths=lengths)
+            given = arguments | dict(key_lengths=lengths)
             return dense(q, cache.k[:B], cache.v[:B], given)[:2]
         cu_q = M * torch.arange(B + 1, device=q.device)
         keys, values, pages = cache.pages(lengths)

@@ -23,7 +23,7 @@ from ..call.spec import Options, Tensors
 from ..dispatch import run_pass
 from ..dispatch.operation import ATTENTION, BACKWARD
 from .checks import in_their_names
-from .translation import Arguments, arguments_of, changed, dense, packed
+from .translation import Arguments, arguments_of, dense, packed
 
 __all__ = [
     "_flash_attn_backward",
@@ -102,7 +102,7 @@ def _flash_attn_varlen_forward(
     if block_table is not None:
         where = block_table, cu_seqlens_k.diff() if seqused_k is None else seqused_k
     elif seqused_k is not None:
-        arguments = changed(arguments, key_lengths=seqused_k)
+        arguments |= dict(key_lengths=seqused_k)
     sizes = max_seqlen_q, max_seqlen_k
     with in_their_names(key_lengths="seqused_k"):
         outputs = packed(q, k, v, cu_seqlens_q, where, *sizes, arguments, return_softmax)
@@ -204,7 +204,7 @@ def _drawn_before(arguments: Arguments, rng_state: Tensor | None) -> Arguments:
         return arguments
     if rng_state is None:
         raise ValueError("rng_state: got None beside dropout_p, expected that of the forward pass")
-    return changed(arguments, seed=rng_state[:1])
+    return arguments | dict(seed=rng_state[:1])
 
 
 def _forward(

@@ -47,10 +47,6 @@ def arguments_of(
     )
 
 
-def changed(arguments: Arguments, **changes: Any) -> Arguments:
-    return arguments | changes
-
-
 def _window(window_size) -> tuple[int | None, int | None]:
     try:
         left, right = (operator.index(x) for x in window_size)
@@ -95,9 +91,9 @@ def packed(
     wants_S_dmask = with_S_dmask and arguments["dropout_p"]
     if isinstance(where, tuple) and wants_S_dmask:
         k, v, where = _in_a_row(k, v, *where)
-    given = changed(arguments, max_q=max_q, max_k=max_k, return_lse=True)
+    given = arguments | dict(max_q=max_q, max_k=max_k, return_lse=True)
     if isinstance(where, tuple):
-        given = changed(given, block_table=where[0], key_lengths=where[1])
+        given |= dict(block_table=where[0], key_lengths=where[1])
         out, lse = attention_packed(q, k, v, cu_q, **given)
         return out, lse.transpose(0, 1), None
     out, lse = attention_packed(q, k, v, cu_q, where, **given)
@@ -127,7 +123,7 @@ def _settled(arguments: Arguments, q: Tensor) -> Arguments:
     """Fix the seed, so that the weights of S_dmask repeat the dropout of the output."""
     if arguments.get("seed") is not None:
         return arguments
-    return changed(arguments, seed=draw_seed(q.device) if arguments["dropout_p"] else None)
+    return arguments | dict(seed=draw_seed(q.device) if arguments["dropout_p"] else None)
 
 
 def _sequences(
@@ -138,7 +134,7 @@ def _sequences(
     rows, keys = ([slice(*x) for x in pairwise(c)] for c in (cu_q.tolist(), cu_k.tolist()))
     for b, (i, j) in enumerate(zip(rows, keys)):
         own = slopes if slopes is None or slopes.ndim == 1 else slopes[b : b + 1]
-        yield i, j, changed(arguments, alibi_slopes=own, place=place._replace(item=b))
+        yield i, j, arguments | dict(alibi_slopes=own, place=place._replace(item=b))
 
 
 def _item(x: Tensor, rows: slice) -> Tensor:
@@ -150,5 +146,5 @@ def _item(x: Tensor, rows: slice) -> Tensor:
 def _signed_weights(q: Tensor, k: Tensor, arguments: Arguments) -> Tensor:
     """S_dmask (B,H,M,N): probabilities before dropout, negative where they were dropped."""
     kept = attention_weights(q, k, **arguments)
-    p = attention_weights(q, k, **changed(arguments, dropout_p=0.0, seed=None))
+    p = attention_weights(q, k, **(arguments | dict(dropout_p=0.0, seed=None)))
     return torch.where(kept == 0, -p, p)

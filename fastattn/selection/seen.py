@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends.shared import value_checks
 from ..backends.shared.value_checks import checks_values
-from ..call.need import need, need_a_tensor
+from ..call.need import need, need_a_tensor, shape_of
 from ..call.sizes import agree
 
 
@@ -17,11 +17,11 @@ def need_tensor(name: str, x: Any, axes: str) -> None:
     """Raise TypeError or ValueError unless x is a tensor with one dimension for each of `axes`."""
     need_a_tensor(name, x)
     count, letters = len(axes.split()), ", ".join(axes.split())
-    need(x.ndim == count, name, _shape(x), f"{count} dimensions ({letters})")
+    need(x.ndim == count, name, shape_of(x), f"{count} dimensions ({letters})")
 
 
 def need_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    need(agree(x.shape, shape), name, _shape(x), f"{tuple(shape)}")
+    need(agree(x.shape, shape), name, shape_of(x), f"{tuple(shape)}")
 
 
 def need_like(name: str, x: Tensor, q: Tensor) -> None:
@@ -45,12 +45,8 @@ def need_lengths(key_lengths: Any, batch: int, q: Tensor) -> None:
         return
     need_a_tensor("key_lengths", key_lengths, "a torch.Tensor or None")
     fits = agree(key_lengths.shape, (batch,))
-    need(fits, "key_lengths", _shape(key_lengths), f"(B,) = ({batch},)")
+    need(fits, "key_lengths", shape_of(key_lengths), f"(B,) = ({batch},)")
     need_integers("key_lengths", key_lengths, q)
-
-
-def _shape(x: Tensor) -> str:
-    return f"shape {tuple(x.shape)}"
 
 
 def check_lengths(key_lengths: Tensor | None, keys: int, device: torch.device) -> None:

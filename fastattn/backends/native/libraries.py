@@ -151,72 +151,49 @@ class Library:
 class CpuLibrary(Library):
     """libfastattn_cpu.so."""
 
-    workspace: Entry
-    run: Entry
-    run_at: int
-    index: Entry
-    append: Entry
-    isas: Entry
-    isa: Entry
-    why: Entry
-    unit: Entry
-    score_mod_ops: str
-    select: Entry
-    float32_on_tiles: Entry
-    poison: Entry
-
     def __init__(self, path: Path):
         super().__init__(path)
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
         self.check_abi("fa_abi_fields", "fa_cpu_max_head_dim", CPU_MAX_HEAD_DIM)
-        self.workspace = self.entry("fa_cpu_workspace", integer, params, integer)
+        self.workspace: Entry = self.entry("fa_cpu_workspace", integer, params, integer)
         self.entry("fa_cpu_host", None, params)(python_host())
         locked = ctypes.PyDLL(str(path))  # these release the GIL themselves, and raise
-        self.run = self.entry("fa_cpu_run", integer, params, integer, integer, dll=locked)
-        self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
-        self.index = self.entry("fa_cpu_index", integer, params, dll=locked)
-        self.append = self.entry("fa_cpu_append", integer, params)
-        self.isas = self.entry("fa_cpu_isas", text)
-        self.isa = self.entry("fa_cpu_isa", text)
-        self.why = self.entry("fa_cpu_why", text)
-        self.unit = self.entry("fa_cpu_unit", text, params)
-        self.score_mod_ops = self.entry("fa_cpu_score_mod_ops", text)().decode()
-        self.select = self.entry("fa_cpu_select", integer, text, text)
-        self.float32_on_tiles = self.entry("fa_cpu_float32_on_tiles", None, integer)
-        self.poison = self.entry("fa_cpu_poison", None, integer)
+        self.run: Entry = self.entry("fa_cpu_run", integer, params, integer, integer, dll=locked)
+        self.run_at: int = ctypes.cast(self.run, ctypes.c_void_p).value or 0
+        self.index: Entry = self.entry("fa_cpu_index", integer, params, dll=locked)
+        self.append: Entry = self.entry("fa_cpu_append", integer, params)
+        self.isas: Entry = self.entry("fa_cpu_isas", text)
+        self.isa: Entry = self.entry("fa_cpu_isa", text)
+        self.why: Entry = self.entry("fa_cpu_why", text)
+        self.unit: Entry = self.entry("fa_cpu_unit", text, params)
+        self.score_mod_ops: str = self.entry("fa_cpu_score_mod_ops", text)().decode()
+        self.select: Entry = self.entry("fa_cpu_select", integer, text, text)
+        self.float32_on_tiles: Entry = self.entry("fa_cpu_float32_on_tiles", None, integer)
+        self.poison: Entry = self.entry("fa_cpu_poison", None, integer)
 
 
 class CudaLibrary(Library):
     """libfastattn_cuda.so. It loads without a GPU, and without CUDA."""
-
-    workspace: Entry
-    workspace_at: int
-    run: Entry
-    run_at: int
-    kernels: Entry
-    driver_error: Entry
-    version: Entry
-    translates: Entry
-    error: Entry
-    failed_kernel: Entry
 
     def __init__(self, path: Path):
         super().__init__(path)
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
         self.check_abi("fa_cuda_abi_fields", "fa_cuda_max_head_dim", CUDA_MAX_HEAD_DIM)
         # params, pass, multiprocessors, architecture
-        self.workspace = self.entry("fa_cuda_workspace", integer, params, *(integer,) * 3)
-        self.workspace_at = ctypes.cast(self.workspace, ctypes.c_void_p).value or 0
+        self.workspace: Entry = self.entry("fa_cuda_workspace", integer, params, *(integer,) * 3)
+        self.workspace_at: int = ctypes.cast(self.workspace, ctypes.c_void_p).value or 0
         # params, pass, device, multiprocessors, architecture, stream
-        self.run = self.entry("fa_cuda_run", integer, params, *(integer,) * 4, ctypes.c_void_p)
-        self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
+        numbers = (integer,) * 4
+        self.run: Entry = self.entry("fa_cuda_run", integer, params, *numbers, ctypes.c_void_p)
+        self.run_at: int = ctypes.cast(self.run, ctypes.c_void_p).value or 0
         # params, pass, architecture
-        self.kernels = self.entry("fa_cuda_kernels", text, params, integer, integer)
-        self.driver_error = self.entry("fa_cuda_driver_error", integer)
-        self.version = self.entry("fa_cuda_version", integer, integer)  # library's or driver's
-        self.translates = self.entry("fa_cuda_translates", integer)
-        self.error = self.entry("fa_cuda_error", text, integer)
-        self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
+        self.kernels: Entry = self.entry("fa_cuda_kernels", text, params, integer, integer)
+        self.driver_error: Entry = self.entry("fa_cuda_driver_error", integer)
+        # 0 for the library's, 1 for the driver's
+        self.version: Entry = self.entry("fa_cuda_version", integer, integer)
+        self.translates: Entry = self.entry("fa_cuda_translates", integer)
+        self.error: Entry = self.entry("fa_cuda_error", text, integer)
+        self.failed_kernel: Entry = self.entry("fa_cuda_failed_kernel", text)
 
 
 Loaded = TypeVar("Loaded", bound=Library)

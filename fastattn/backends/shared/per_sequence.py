@@ -26,6 +26,9 @@ from ...call.spec import (
 from ..base import Grads, Outs, empty_dense
 from ..native.marshalling import kind
 
+# The tensors that a call of one sequence does not have.
+OF_BATCHES = ("cu_q", "cu_k", "block_table", "k_scale", "v_scale")
+
 
 def longest(name: str, most: Any, cu: Any, total: int) -> int:
     """A bound on the rows of a sequence: `most` if the caller gives it, else the largest step of
@@ -52,7 +55,7 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
     """Yield the sequences of a batch with ordered offsets. It reads values: it waits for a GPU."""
     starts = _within(t.given("cu_q"), spec.T, spec.M)
     ends = None if t.cu_k is None else _within(t.cu_k, spec.S, spec.N)
-    given = spec.given - {"cu_q", "cu_k", "block_table", "k_scale", "v_scale"}
+    given = spec.given - set(OF_BATCHES)
     kept = t.k, t.v, t.k_scale, t.v_scale
     of_items = {name: x for name in given if ARGUMENTS[name].counts_items(x := t.given(name))}
     for b in range(spec.B):
@@ -72,11 +75,7 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
             v=v,
             mask=None if t.mask is None else of_sequence(t.mask, b)[..., :M, :N],
             **{name: x[b : b + 1] for name, x in of_items.items()},
-            cu_q=None,
-            cu_k=None,
-            block_table=None,
-            k_scale=None,
-            v_scale=None,
+            **dict.fromkeys(OF_BATCHES),
             normaliser=None if t.normaliser is None else t.normaliser[..., rows],
         )
         shape = None if own.mask is None else tuple(own.mask.shape)
