@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..backends.base import Backend, WithTangents, choose, empty_dense, why_not
+from ..backends.base import Backend, Names, WithTangents, choose, empty_dense, why_not
 from ..backends.native import marshalling
 from ..backends.native.marshalling import Kind
 from ..call.environment import setting
@@ -121,22 +121,18 @@ def forget_plans() -> None:
 # Each runs on the kernels of a plan. groups: its tensors beside those of the call, as `Pass.given`.
 
 Group = Sequence[Any]  # tensors, some None
+Groups = Sequence[Group]
 
 
 def _run_forward(
-    op: Operation, planned: Plan, t: Tensors, o: Options, groups: Sequence[Group], needs_grad: Any
+    op: Operation, planned: Plan, t: Tensors, o: Options, groups: Groups, needs_grad: Names
 ) -> tuple[Tensor, ...]:
     spec, backend = planned
     return op.forward(backend, spec, t)
 
 
 def _run_backward(
-    op: Operation,
-    planned: Plan,
-    t: Tensors,
-    o: Options,
-    groups: Sequence[Group],
-    needs_grad: Sequence[str],
+    op: Operation, planned: Plan, t: Tensors, o: Options, groups: Groups, needs_grad: Names
 ) -> list[Tensor]:
     """The gradients of the tensors that `needs_grad` names."""
     (spec, backend), (grads, outs) = planned, groups
@@ -151,7 +147,7 @@ def _run_backward(
 
 
 def _run_jvp(
-    op: Operation, planned: Plan, t: Tensors, o: Options, groups: Sequence[Group], needs_grad: Any
+    op: Operation, planned: Plan, t: Tensors, o: Options, groups: Groups, needs_grad: Names
 ) -> list[Tensor]:
     """The tangents of out and LSE, after out and normaliser if these are not given."""
     tangents, outs = Tangents(*groups[0]), groups[1]
@@ -162,12 +158,7 @@ def _run_jvp(
 
 
 def _run_second(
-    op: Operation,
-    planned: Plan,
-    t: Tensors,
-    o: Options,
-    groups: Sequence[Group],
-    needs_grad: Sequence[str],
+    op: Operation, planned: Plan, t: Tensors, o: Options, groups: Groups, needs_grad: Names
 ) -> list[Tensor]:
     """The tangents of the gradients that `needs_grad` names. The results that are given are all of
     `WithTangents.jvp`; the gradients are those of out and LSE, and the tangents of these."""

@@ -27,11 +27,12 @@ from torch._C._profiler import _RecordFunctionFast
 from torch._decomp import decomposition_table
 from torch.autograd import forward_ad
 
+from ..backends.base import Names
 from ..backends.native.marshalling import kind
 from ..call.spec import Options, Tensors
 from ..call.validation import check
 from ..namespace import add_op_namespace_prefix
-from .operation import FORWARD, JVP, Group, Operation, Pass, Plan, plan
+from .operation import FORWARD, JVP, Group, Groups, Operation, Pass, Plan, plan
 
 _modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
@@ -41,12 +42,7 @@ _profiler = torch.autograd.profiler
 
 
 def run(
-    which: Pass,
-    op: Operation,
-    t: Tensors,
-    o: Options,
-    groups: Sequence[Group] = (),
-    needs_grad: Sequence[str] = (),
+    which: Pass, op: Operation, t: Tensors, o: Options, groups: Groups = (), needs_grad: Names = ()
 ) -> Any:
     """The results of a pass, a tuple of forward, a list of the others. groups, needs_grad: as in
     `operation.Pass`."""
@@ -64,8 +60,8 @@ def directly(
     planned: Plan,
     t: Tensors,
     o: Options,
-    groups: Sequence[Group] = (),
-    needs_grad: Sequence[str] = (),
+    groups: Groups = (),
+    needs_grad: Names = (),
 ) -> Any:
     """The same on plain memory, by its plan."""
     # A profiler of all threads (`profile_all_threads`) sets the second, a flag of the process.
@@ -77,12 +73,7 @@ def directly(
 
 
 def via_operator(
-    which: Pass,
-    op: Operation,
-    t: Tensors,
-    o: Options,
-    groups: Sequence[Group] = (),
-    needs_grad: Sequence[str] = (),
+    which: Pass, op: Operation, t: Tensors, o: Options, groups: Groups = (), needs_grad: Names = ()
 ) -> tuple[Tensor, ...]:
     """The same as the registered operator, because a mode is active or because a tensor is not
     plain memory."""
@@ -95,11 +86,7 @@ def via_operator(
 
 
 def arguments(
-    which: Pass,
-    t: Sequence[Any],
-    o: Options,
-    groups: Sequence[Group] = (),
-    needs_grad: Sequence[str] = (),
+    which: Pass, t: Group, o: Options, groups: Groups = (), needs_grad: Names = ()
 ) -> list[Any]:
     """The arguments of the operator."""
     if which is FORWARD:
@@ -129,7 +116,7 @@ def from_saved_order(of: Sequence[Any], missing: Sequence[Any]) -> tuple[Sequenc
     return values[: len(Tensors._fields)], values[len(Tensors._fields) :]
 
 
-def _in_memory(groups: Sequence[Group]) -> bool:
+def _in_memory(groups: Groups) -> bool:
     """False if one of the tensors is not plain memory."""
     return not groups or kind(tuple(chain.from_iterable(groups))) is not None
 

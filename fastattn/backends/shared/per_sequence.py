@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from ...call.spec import (
     Tangents,
     Tensors,
 )
-from ..base import Grads, Outs, empty_dense
+from ..base import Grads, Names, Outs, empty_dense
 from ..native.marshalling import kind
 
 # The tensors that a call of one sequence does not have.
@@ -103,12 +103,7 @@ def _within(cu: Tensor, total: int, most: int) -> list[slice]:
 
 
 def backward_in_turn(
-    backend: Any,
-    spec: AttentionSpec,
-    t: Tensors,
-    outs: Outs,
-    grads: Grads,
-    needs_grad: Collection[str],
+    backend: Any, spec: AttentionSpec, t: Tensors, outs: Outs, grads: Grads, needs_grad: Names
 ) -> dict[str, Tensor]:
     """`Backend.backward` of a packed batch, with one call for each sequence."""
 
@@ -120,11 +115,7 @@ def backward_in_turn(
 
 
 def jvp_in_turn(
-    backend: Any,
-    spec: AttentionSpec,
-    t: Tensors,
-    tangents: Tangents,
-    outs: Outs | None = None,
+    backend: Any, spec: AttentionSpec, t: Tensors, tangents: Tangents, outs: Outs | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`WithTangents.jvp` likewise."""
     like_out = (*t.q.shape[:3], t.given("v").shape[3])
@@ -148,7 +139,7 @@ def second_in_turn(
     tangents: Tangents,
     outs: Outs,
     grads: Grads,
-    needs_grad: Collection[str],
+    needs_grad: Names,
 ) -> dict[str, Tensor]:
     """`WithTangents.second` likewise."""
 
@@ -163,7 +154,7 @@ def second_in_turn(
 def _summed(
     spec: AttentionSpec,
     t: Tensors,
-    needs_grad: Collection[str],
+    needs_grad: Names,
     of: Callable[[Sequence], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Gradients in spec.acc_dtype. Those of shared tensors are summed in the order of sequences."""
