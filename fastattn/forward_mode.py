@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, overload
 
@@ -11,7 +12,7 @@ from typing_extensions import Unpack  # torch depends on it
 from .api import no_values, prepare
 from .call.need import flag
 from .call.qv import joined_with_tangents
-from .call.signatures import tangents_among, with_tangents
+from .call.signatures import tangents_among, with_arguments
 from .call.spec import TangentArguments, Tangents, Tensors
 from .call.validation import check, need_tangent
 from .dispatch.dispatcher import call_jvp
@@ -60,7 +61,7 @@ def attention_jvp(
     return_lse: bool,
     **arguments: Unpack[TangentArguments],
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]: ...
-@with_tangents
+@functools.partial(with_arguments, kind=TangentArguments)
 def attention_jvp(
     q: Tensor,
     k: Tensor,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from .argument_hints import unknown_argument
-from .spec import DEFAULTS, DIFFERENTIABLE, PUBLIC, Arguments, TangentArguments
+from .spec import DEFAULTS, DIFFERENTIABLE, PUBLIC, Arguments
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -55,11 +55,6 @@ def refuse_unknown(function: str, arguments: Any, kind: Any = Arguments) -> None
 def first_sentence(name: str) -> str:
     """What a table says of an argument."""
     return PUBLIC[name].text.split(". ")[0].rstrip(".") + "."
-
-
-def with_tangents(function: Function) -> Function:
-    """`with_arguments` for a function that takes the tangents of optional tensors, too."""
-    return with_arguments(function, TangentArguments)
 
 
 def tangents_among(arguments: Any) -> dict[str, Any]:

@@ -121,8 +121,7 @@ class StructuredMask:
     def _counted(self) -> int:
         raise _strange("a loop, or numpy")
 
-    def __hash__(self) -> int:
-        return object.__hash__(self)
+    __hash__ = object.__hash__
 
 
 # The operators that a mask refuses. setattr hides them from type checkers, which then refuse them.

@@ -60,9 +60,6 @@ class Trace:
     def emit(self, op: str, *args: Symbol) -> Symbol:
         return self.symbol(self.builder.emit(op, *[x.at for x in args]))
 
-    def input(self, name: str) -> Symbol:
-        return self.emit(name)
-
     def constant(self, number: int | float | bool) -> Symbol:
         if type(number) is int:
             number = operator.index(number)  # in compiled code it may be a symbol

@@ -181,7 +181,7 @@ def trace_mask_mod(fn: Callable | Traced, *, device: torch.device | str = "cpu")
 
 def _run(fn: Callable, names: tuple[str, ...], device: Any, dtype: Any) -> tuple[Trace, object]:
     trace = Trace(torch.device(device), dtype)
-    inputs = [trace.input(name) for name in names]
+    inputs = [trace.emit(name) for name in names]
     with _Mode(trace):
         try:
             return trace, fn(*inputs)
