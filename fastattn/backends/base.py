@@ -17,7 +17,7 @@ from .preference import PREFERENCE, RULES, KernelClasses, Rule
 from .shared import gpu
 
 Outs = Sequence[Tensor]  # out and the normaliser; of `WithTangents.jvp`, and their tangents
-Names = Sequence[str]  # of the tensors whose gradients are computed
+Names = Sequence[str]  # of tensors
 Grads = Sequence[Tensor | None]  # dout and dlse; of `WithTangents.second`, and their tangents
 
 # The features that every backend has. Each backend lists the others that it has.

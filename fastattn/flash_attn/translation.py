@@ -91,7 +91,7 @@ def packed(
     wants_S_dmask = with_S_dmask and arguments["dropout_p"]
     if isinstance(where, tuple) and wants_S_dmask:
         k, v, where = _in_a_row(k, v, *where)
-    given = arguments | dict(max_q=max_q, max_k=max_k, return_lse=True)
+    given: Arguments = arguments | dict(max_q=max_q, max_k=max_k, return_lse=True)
     if isinstance(where, tuple):
         given |= dict(block_table=where[0], key_lengths=where[1])
         out, lse = attention_packed(q, k, v, cu_q, **given)
@@ -146,5 +146,6 @@ def _item(x: Tensor, rows: slice) -> Tensor:
 def _signed_weights(q: Tensor, k: Tensor, arguments: Arguments) -> Tensor:
     """S_dmask (B,H,M,N): probabilities before dropout, negative where they were dropped."""
     kept = attention_weights(q, k, **arguments)
-    p = attention_weights(q, k, **(arguments | dict(dropout_p=0.0, seed=None)))
+    undropped: Arguments = arguments | dict(dropout_p=0.0, seed=None)
+    p = attention_weights(q, k, **undropped)
     return torch.where(kept == 0, -p, p)

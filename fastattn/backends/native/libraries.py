@@ -116,6 +116,10 @@ def form(spec: AttentionSpec) -> bytes:
 Entry = Callable[..., Any]  # a function of a library
 
 
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 class Library:
     """A native library, loaded."""
 
@@ -159,7 +163,7 @@ class CpuLibrary(Library):
         self.entry("fa_cpu_host", None, params)(python_host())
         locked = ctypes.PyDLL(str(path))  # these release the GIL themselves, and raise
         self.run: Entry = self.entry("fa_cpu_run", integer, params, integer, integer, dll=locked)
-        self.run_at: int = ctypes.cast(self.run, ctypes.c_void_p).value or 0
+        self.run_at: int = _address(self.run)
         self.index: Entry = self.entry("fa_cpu_index", integer, params, dll=locked)
         self.append: Entry = self.entry("fa_cpu_append", integer, params)
         self.isas: Entry = self.entry("fa_cpu_isas", text)
@@ -181,11 +185,11 @@ class CudaLibrary(Library):
         self.check_abi("fa_cuda_abi_fields", "fa_cuda_max_head_dim", CUDA_MAX_HEAD_DIM)
         # params, pass, multiprocessors, architecture
         self.workspace: Entry = self.entry("fa_cuda_workspace", integer, params, *(integer,) * 3)
-        self.workspace_at: int = ctypes.cast(self.workspace, ctypes.c_void_p).value or 0
+        self.workspace_at: int = _address(self.workspace)
         # params, pass, device, multiprocessors, architecture, stream
         numbers = (integer,) * 4
         self.run: Entry = self.entry("fa_cuda_run", integer, params, *numbers, ctypes.c_void_p)
-        self.run_at: int = ctypes.cast(self.run, ctypes.c_void_p).value or 0
+        self.run_at: int = _address(self.run)
         # params, pass, architecture
         self.kernels: Entry = self.entry("fa_cuda_kernels", text, params, integer, integer)
         self.driver_error: Entry = self.entry("fa_cuda_driver_error", integer)
@@ -380,5 +384,5 @@ def poison(on: bool) -> None:
 def python_host() -> bytes:
     """FaHost. Python runs the handlers of signals on its main thread alone."""
     names = "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals"
-    entries = (ctypes.cast(getattr(ctypes.pythonapi, x), ctypes.c_void_p).value for x in names)
+    entries = (_address(getattr(ctypes.pythonapi, x)) for x in names)
     return struct.pack("=4Q", *entries, threading.main_thread().ident)
