@@ -77,10 +77,14 @@ def within(name: str, x: Tensor, last: int | Tensor, why: str = "") -> Tensor:
     clamped, which needs no synchronization."""
     x = x.long()
     if x.device.type != "cpu":
-        return torch.minimum(x, torch.as_tensor(last, device=x.device)).clamp(min=0)
+        return clamped(x, torch.as_tensor(last, device=x.device))
     room = last - x
     if x.numel() and (int(x.min()) < 0 or int(room.min()) < 0):
         at = ((x < 0) | (room < 0)).nonzero()[0].unbind()
         got, most = x[at].item(), (x + room)[at].item()
         raise ValueError(f"{name}: got {got}, expected 0 to {most}" + (f": {why}" if why else ""))
     return x
+
+
+def clamped(x: Tensor, high: Tensor) -> Tensor:
+    return torch.minimum(x, high).clamp(min=0)
