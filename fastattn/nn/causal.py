@@ -3,26 +3,25 @@ stack of single heads."""
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor, nn
 
 from ..call.sizes import holds
-from .core import Leaf, attend, check_heads, merge_heads, split_heads
+from .core import attend, check_heads, merge_heads, split_heads
+from .forms import TokensForward
 
 
-class CausalSelfAttention(Leaf):
+class CausalSelfAttention(TokensForward):
     """Causal self-attention with one or more heads: token i attends to tokens 0 to i.
 
     The projections to d_out columns are split into heads. Outputs of several heads are concatenated
-    and go through `out_proj`; a single head has no `out_proj`.
+    and go through `out_proj`; a single head has no `out_proj`. A mask hides further keys.
 
     Args:
         d_in: The number of columns of the input.
         d_out: The number of columns of q, k, v and the output, over all heads.
-        context_length: The length of the longest sequence that is accepted; None accepts any. There
-            is no mask buffer.
+        context_length: The length of the longest sequence that is accepted; longer ones raise, and
+            None accepts any. There is no mask buffer.
         dropout: The probability with which each weight is dropped in training.
         num_heads: The number of heads. It must divide d_out.
         qkv_bias: If True, the projections of q, k and v have a bias.
@@ -73,35 +72,9 @@ class CausalSelfAttention(Leaf):
         self.v_proj = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out) if num_heads > 1 else nn.Identity()
 
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend each token of x to itself and the tokens before it.
-
-        Args:
-            x: Tokens.
-            mask: Hides keys in addition to the causal mask, where it is 0 or False.
-            need_weights: If True, also return the weights after dropout.
-
-        Returns:
-            out, or (out, weights) with need_weights.
-
-        Raises:
-            ValueError: x has more than context_length tokens, the mask does not broadcast, or a
-                float mask on a CPU contains -inf.
-        """
+    def _compute(
+        self, x: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         longest = self.context_length
         if longest is not None and not holds(x.shape[-2] <= longest):
             raise ValueError(
@@ -121,7 +94,7 @@ class CausalSelfAttention(Leaf):
             need_weights=need_weights,
         )
         out = self.out_proj(out if self.num_heads == 1 else merge_heads(out))
-        return out if weights is None else (out, weights)
+        return out, weights
 
     def _split(self, x: Tensor) -> Tensor:
         return x if self.num_heads == 1 else split_heads(x, self.num_heads)
@@ -133,7 +106,7 @@ class CausalSelfAttention(Leaf):
         )
 
 
-class ConcatenatedHeads(Leaf):
+class ConcatenatedHeads(TokensForward):
     """A stack of separate single-head `CausalSelfAttention` modules with concatenated outputs.
 
     Args:
@@ -175,35 +148,10 @@ class ConcatenatedHeads(Leaf):
             for _ in range(num_heads)
         )
 
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run every head on x and concatenate the outputs.
-
-        Args:
-            x: Tokens.
-            mask: As in `CausalSelfAttention`; every head uses it.
-            need_weights: If True, also return the weights after dropout.
-
-        Returns:
-            out, or (out, weights) with need_weights.
-
-        Raises:
-            ValueError: As `CausalSelfAttention`.
-        """
+    def _compute(
+        self, x: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         if not need_weights:
-            return torch.cat([head(x, mask) for head in self.heads], dim=-1)
+            return torch.cat([head(x, mask) for head in self.heads], dim=-1), None
         outs, weights = zip(*(head(x, mask, need_weights=True) for head in self.heads), strict=True)
         return torch.cat(outs, dim=-1), torch.stack(weights, dim=-3)

@@ -5,7 +5,6 @@ that all heads share. `fastattn.MultiheadAttention` has torch's form."""
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from .core import (
     of_heads,
     split_heads,
 )
+from .forms import KeyValueForward, TokensForward
 
 
 class MultiHead(Leaf):
@@ -60,7 +60,7 @@ class MultiHead(Leaf):
         return f"num_heads={self.num_heads}, dropout={self.dropout}, scale={self.scale:.4g}"
 
 
-class PackedSelfAttention(MultiHead):
+class PackedSelfAttention(MultiHead, TokensForward):
     """Multi-head self-attention with one projection for q, k and v.
 
     The projection is split into heads. The merged outputs of the heads go through `out_proj`. The
@@ -101,38 +101,12 @@ class PackedSelfAttention(MultiHead):
         self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Project x, attend with every head, and project the merged outputs.
-
-        Args:
-            x: Tokens.
-            mask: 0 or False hides a key. A mask of three dimensions is the same for all heads.
-            need_weights: If True, also return the weights after dropout.
-
-        Returns:
-            out, or (out, weights) with need_weights.
-
-        Raises:
-            ValueError: The mask does not broadcast, or a float mask on a CPU contains -inf.
-        """
+    def _compute(
+        self, x: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         heads = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, dim=-1))
         out, weights = self._attend(*heads, mask=mask, need_weights=need_weights)
-        out = self.out_proj(merge_heads(out))
-        return out if weights is None else (out, weights)
+        return self.out_proj(merge_heads(out)), weights
 
 
 class TracedAttention(MultiHead):
@@ -238,7 +212,7 @@ class TracedAttention(MultiHead):
         return x
 
 
-class SharedHeadAttention(MultiHead):
+class SharedHeadAttention(MultiHead, KeyValueForward):
     """Multi-head attention with small projections that all heads share.
 
     The embedding is split into heads first. All heads share one head_dim x head_dim projection each
@@ -285,59 +259,10 @@ class SharedHeadAttention(MultiHead):
         self.v_proj = nn.Linear(head_dim, head_dim, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim)
 
-    @overload
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        need_weights: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        *,
-        need_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Split q, k and v into heads, project them, attend, and project the merged outputs.
-
-        Args:
-            q: Queries.
-            k: Keys.
-            v: Values.
-            mask: As in `PackedSelfAttention`, for (M, N): 0 or False hides a key.
-            need_weights: If True, also return the weights after dropout.
-
-        Returns:
-            out, or (out, weights) with need_weights.
-
-        Raises:
-            ValueError: The mask does not broadcast, or a float mask on a CPU contains -inf.
-        """
+    def _compute(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         heads = (proj(split_heads(x, self.num_heads)) for proj, x in zip(projections, (q, k, v)))
         out, weights = self._attend(*heads, mask=mask, need_weights=need_weights)
-        out = self.out_proj(merge_heads(out))
-        return out if weights is None else (out, weights)
+        return self.out_proj(merge_heads(out)), weights

@@ -11,7 +11,73 @@ from ..call.sizes import broadcasts, holds
 from .core import Leaf, attend, masked_softmax
 
 
-class LuongAttention(Leaf):
+class _RecurrentAttention(Leaf):
+    """`forward` of both modules, with its types."""
+
+    @overload
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        need_weights: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        *,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend decoder states to encoder states.
+
+        Args:
+            state: Decoder states.
+            memory: Encoder states.
+            mask: 0 or False hides an encoder state.
+            need_weights: If True, also return the weights.
+
+        Returns:
+            The result for each decoder state, or (result, weights) with need_weights.
+
+        Raises:
+            ValueError: A tensor does not have the shape that the class states, or a float mask on a
+                CPU contains -inf.
+        """
+        one = state.ndim == 2
+        state = state.unsqueeze(1) if one else state
+        mask = _checked_mask(state, memory, mask)
+        out, weights = self._compute(state, memory, mask, need_weights)
+        if one:
+            out, weights = out.squeeze(1), None if weights is None else weights.squeeze(1)
+        return out if weights is None else (out, weights)
+
+    def _compute(
+        self, state: Tensor, memory: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(result, weights) for states (B, M, E) and a mask of three dimensions; the weights are
+        None without need_weights."""
+        raise NotImplementedError
+
+
+class LuongAttention(_RecurrentAttention):
     """Dot-product attention of a recurrent decoder, with the attentional state.
 
     This is "global, dot" attention (Luong et al. 2015, equations 5 to 8): the score is s.h, the
@@ -47,70 +113,21 @@ class LuongAttention(Leaf):
         out_dim = state_dim if out_dim is None else out_dim
         self.combine = nn.Linear(2 * state_dim, out_dim, bias=bias)
 
-    @overload
-    def forward(
-        self,
-        state: Tensor,
-        memory: Tensor,
-        mask: Tensor | None = None,
-        need_weights: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        state: Tensor,
-        memory: Tensor,
-        mask: Tensor | None = None,
-        *,
-        need_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def forward(
-        self,
-        state: Tensor,
-        memory: Tensor,
-        mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def forward(
-        self,
-        state: Tensor,
-        memory: Tensor,
-        mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend decoder states to encoder states and return attentional states.
-
-        Args:
-            state: Decoder states.
-            memory: Encoder states.
-            mask: 0 or False hides an encoder state.
-            need_weights: If True, also return the weights.
-
-        Returns:
-            out, or (out, weights) with need_weights.
-
-        Raises:
-            ValueError: A tensor does not have the shape stated above, or a float mask on a CPU
-                contains -inf.
-        """
-        state, mask, one = _prepare(state, memory, mask)
+    def _compute(
+        self, state: Tensor, memory: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         context, weights = attend(
-            *(state, memory, memory),
-            mask=mask,
-            scale=1.0,
-            need_weights=need_weights,
+            *(state, memory, memory), mask=mask, scale=1.0, need_weights=need_weights
         )
-        out = torch.tanh(self.combine(torch.cat([context, state], dim=-1)))
-        return _results(out, weights, one)
+        return torch.tanh(self.combine(torch.cat([context, state], dim=-1))), weights
 
 
-class BahdanauAttention(Leaf):
+class BahdanauAttention(_RecurrentAttention):
     """Additive attention of a recurrent decoder.
 
     The score is v.tanh(W s + U h) (Bahdanau et al. 2015, section A.1.2). It is not a product of
     query and key, so this is plain torch, not fused: it stores a (B, M, N, hidden_dim) tensor for
-    the backward pass.
+    the backward pass. The context is 0 if all encoder states are hidden.
 
     Args:
         state_dim: The number of columns of the decoder's states.
@@ -144,73 +161,23 @@ class BahdanauAttention(Leaf):
         self.memory_proj = nn.Linear(memory_dim, hidden_dim)
         self.score = nn.Linear(hidden_dim, 1, bias=False)
 
-    @overload
-    def forward(
-        self,
-        state: Tensor,
-        memory: Tensor,
-        mask: Tensor | None = None,
-        need_weights: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        state: Tensor,
-        memory: Tensor,
-        mask: Tensor | None = None,
-        *,
-        need_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def forward(
-        self,
-        state: Tensor,
-        memory: Tensor,
-        mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def forward(
-        self,
-        state: Tensor,
-        memory: Tensor,
-        mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend decoder states to encoder states and return the context.
-
-        Args:
-            state: Decoder states.
-            memory: Encoder states.
-            mask: 0 or False hides an encoder state.
-            need_weights: If True, also return the weights.
-
-        Returns:
-            context, or (context, weights) with need_weights. context is 0 if all encoder states are
-            hidden.
-
-        Raises:
-            ValueError: A tensor does not have the shape stated above, or a float mask on a CPU
-                contains -inf.
-        """
-        state, mask, one = _prepare(state, memory, mask)
+    def _compute(
+        self, state: Tensor, memory: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         hidden = torch.tanh(self.state_proj(state)[:, :, None] + self.memory_proj(memory)[:, None])
         weights = masked_softmax(self.score(hidden).squeeze(-1), mask)
-        return _results(weights @ memory, weights if need_weights else None, one)
+        return weights @ memory, weights if need_weights else None
 
 
-def _prepare(
-    state: Tensor, memory: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor | None, bool]:
-    """state (B, M, E), mask (B or 1, M or 1, N or 1), and whether state came as (B, E)."""
-    one = state.ndim == 2
-    state = state.unsqueeze(1) if one else state
+def _checked_mask(state: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask as (B or 1, M or 1, N or 1). Raises for tensors of other shapes."""
     if not (state.ndim == memory.ndim == 3 and holds(state.shape[0] == memory.shape[0])):
         raise ValueError(
             f"state, memory: got shapes {tuple(state.shape)} and {tuple(memory.shape)}, expected "
             "(B, M, E) or (B, E), and (B, N, E)"
         )
     if mask is None:
-        return state, None, one
+        return None
     wide = mask.unsqueeze(1) if mask.ndim == 2 else mask
     shape = (memory.shape[0], state.shape[1], memory.shape[1])
     if wide.ndim != 3 or not all(map(broadcasts, wide.shape, shape)):
@@ -218,11 +185,4 @@ def _prepare(
             f"mask: got shape {tuple(mask.shape)}, expected {shape[::2]} or three dimensions that "
             f"broadcast to {shape}"
         )
-    return state, wide, one
-
-
-def _results(out: Tensor, weights: Tensor | None, one: bool) -> Tensor | tuple[Tensor, Tensor]:
-    out = out.squeeze(1) if one else out
-    if weights is None:
-        return out
-    return out, weights.squeeze(1) if one else weights
+    return wide

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 from torch import Tensor, nn
 
-from .core import Leaf, attend
+from .core import attend
+from .forms import KeyValueForward, TokensForward
 
 
-class ScaledDotProductAttention(Leaf):
+class ScaledDotProductAttention(KeyValueForward):
     """Scaled dot-product attention without parameters: softmax(q k^T scale) v.
 
-    This is equation 1 of Vaswani et al. 2017.
+    This is equation 1 of Vaswani et al. 2017. A row with every key hidden has output 0; if hidden
+    scores were filled with -1e9, it would be the mean of v.
 
     Args:
         scale: The factor of q k^T; 1 / sqrt(D) by default. 1.0 gives plain dot-product attention.
@@ -48,60 +48,10 @@ class ScaledDotProductAttention(Leaf):
         super().__init__()
         self.scale, self.causal, self.dropout = scale, causal, dropout
 
-    @overload
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        need_weights: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        *,
-        need_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend each row of q to the keys k and return the weighted sums of v.
-
-        Args:
-            q: Queries.
-            k: Keys.
-            v: Values.
-            mask: 0 or False hides a key. A row with every key hidden has output 0; if hidden scores
-                were filled with -1e9, it would be the mean of v.
-            need_weights: If True, also return the weights after dropout.
-
-        Returns:
-            out, or (out, weights) with need_weights.
-
-        Raises:
-            ValueError: The leading dimensions of q, k and v differ, the mask does not broadcast, or
-                a float mask on a CPU contains -inf.
-        """
-        out, weights = attend(
+    def _compute(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return attend(
             *(q, k, v),
             mask=mask,
             causal=self.causal,
@@ -109,13 +59,12 @@ class ScaledDotProductAttention(Leaf):
             dropout_p=self.dropout if self.training else 0.0,
             need_weights=need_weights,
         )
-        return out if weights is None else (out, weights)
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, causal={self.causal}, dropout={self.dropout}"
 
 
-class SelfAttention(Leaf):
+class SelfAttention(TokensForward):
     """Self-attention with one head: x W_q attends to x W_k and x W_v.
 
     Args:
@@ -163,33 +112,9 @@ class SelfAttention(Leaf):
         self.v_proj = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.attention = ScaledDotProductAttention(scale=scale, causal=causal, dropout=dropout)
 
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Project x and attend to all tokens of its sequence.
-
-        Args:
-            x: Tokens.
-            mask: As in `ScaledDotProductAttention`: 0 or False hides a key.
-            need_weights: If True, also return the weights after dropout.
-
-        Returns:
-            out, or (out, weights) with need_weights.
-
-        Raises:
-            ValueError: The mask does not broadcast, or a float mask on a CPU contains -inf.
-        """
+    def _compute(
+        self, x: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        return self.attention(q, k, v, mask, need_weights)
+        found = self.attention(q, k, v, mask, need_weights)
+        return found if isinstance(found, tuple) else (found, None)
