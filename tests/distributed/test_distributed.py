@@ -1,4 +1,5 @@
-"""Attention over ranks equals that on one rank: every feature and strategy, and gradients."""
+"""Attention over ranks equals that on one rank: bits, sizes, seeds, layouts and derivatives.
+`test_distributed_rows.py` has every argument."""
 
 import functools
 from dataclasses import replace
@@ -10,9 +11,7 @@ import torch.distributed as dist
 import fastattn
 from fastattn import distributed
 from fastattn.distributed import layout as layouts
-from tests.features import factors
-from tests.features.calls import dense
-from tests.features.covering import array
+from tests.distributed.parts import has_rows, together
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
@@ -24,11 +23,10 @@ RANKS = {  # the numbers of ranks, or meshes, that each strategy runs on
     "ulysses": (1, 2, 3, 4),
     "usp": (MESH,),
 }
-STRATEGIES = [(name, ranks) for name, each in RANKS.items() for ranks in each]
+STRATEGIES = tuple((name, ranks) for name, each in RANKS.items() for ranks in each)
 every_strategy = pytest.mark.parametrize("strategy, count", STRATEGIES, ids=str)
 MOST = [(name, each[-1]) for name, each in RANKS.items()]
 most_ranks = pytest.mark.parametrize("strategy, count", MOST, ids=str)
-OF_ROWS = ("out", "lse", "dq")
 # All the features that one call can combine.
 EVERYTHING = ("causal", "left_window", "lengths", "alibi", "softcap", "bias_grad", "sinks")
 EVERYTHING += ("dropout", "gqa", "wide_values", "lse_loss")
@@ -37,10 +35,6 @@ DIMS = Dims(2, 12, 12, 63, 63, 17, 17)  # the number of heads is a multiple of 2
 
 def problem_of(names, dtype, dims=DIMS):
     return build(dims, [FEATURE[x] for x in names], DTYPES[dtype])
-
-
-def has_rows(mask):
-    return mask is not None and mask.ndim > 1 and mask.shape[-2] != 1
 
 
 # -- what the ranks run ----------------------------------------------------------------------------
@@ -65,57 +59,11 @@ def run(group, names, dtype, dims, strategy, layout, more):
     return own.run(attention)
 
 
-# -- assembling the whole --------------------------------------------------------------------------
-
-
-def together(problem, found, layout):
-    """The whole call's results, assembled from those of the ranks."""
-    rows, keys = (layouts.spans(layout, x.shape[2], len(found)) for x in (problem.q, problem.k))
-    whole = {}
-    for name in found[0]:
-        each = [x[name] for x in found]
-        if name in OF_ROWS:
-            whole[name] = layouts.whole(each, rows, 2)
-        elif name in ("dk", "dv"):
-            whole[name] = layouts.whole(each, keys, 2)
-        elif name == "dmask" and has_rows(problem.kwargs["mask"]):
-            whole[name] = layouts.whole(each, rows, problem.kwargs["mask"].ndim - 2)
-        else:
-            assert all(torch.equal(x, each[0]) for x in each), f"{name} differs between ranks"
-            whole[name] = each[0]
-    return whole
-
-
 def over(four, count, names, dtype, strategy, layout="contiguous", dims=DIMS, **more):
     """(the problem, the whole call's results)"""
     found = four.results(count, run, names, dtype, dims, strategy, layout, more)
     problem = problem_of(names, dtype, dims)
-    return problem, together(problem, found, layout)
-
-
-ROWS = array(factors.RANKS, factors.forbidden)
-
-
-def of_row(row):
-    plain = {name: levels[0] for name, levels in factors.DENSE.items()}
-    return dense(plain | row).pieces[0].problem
-
-
-def run_row(group, row):
-    strategy, layout = row["strategy"][0], row["cut"]
-    attention = functools.partial(
-        distributed.attention, group=group, strategy=strategy, layout=layout
-    )
-    return mine(group, of_row(row), layout).run(attention)
-
-
-@parametrize("row", ROWS, fast=40)
-def test_rows(four, row):
-    """Every pair of arguments, properties and strategies."""
-    found = four.results(row["strategy"][1], run_row, row)
-    problem = of_row(row)
-    complaints = Verdict(problem).about(together(problem, found, row["cut"]))
-    assert not complaints, f"{factors.changed(row, factors.RANKS)}: {complaints}"
+    return problem, together(problem.tensors(), found, layout)
 
 
 @parametrize("layout", layouts.LAYOUTS, fast=1)

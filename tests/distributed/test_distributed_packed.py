@@ -1,4 +1,5 @@
-"""Packed batches over ranks equal those on one rank: every feature and strategy, and gradients."""
+"""Packed batches over ranks: their bits, parts of any size, and second derivatives.
+`test_distributed_rows.py` has every argument."""
 
 import functools
 import itertools
@@ -10,30 +11,23 @@ import torch.distributed as dist
 
 import fastattn
 from fastattn import distributed
-from tests.distributed.test_distributed import MESH, OF_ROWS
+from tests.distributed.parts import OF_ROWS
 from tests.semantics import test_packed
-from tests.support.cases import DTYPES, FEATURE, FEATURES, Dims
+from tests.support.cases import DTYPES, FEATURE
 
-# -- packed batches --------------------------------------------------------------------------------
-
-
-PACKED = ("", "bottom_right left_window lengths alibi_batch softcap sinks dropout gqa lse_loss")
-PACKED += ("causal bias_grad sinks wide_values gqa", "head_bias_grad window dropout lse_loss")
+BATCH = "bottom_right left_window lengths alibi_batch softcap sinks dropout gqa lse_loss"
+GROUPED = "causal bias_grad sinks wide_values gqa"
+BIASED = "head_bias_grad window dropout lse_loss"
 SEQUENCES = ((5, 7), (0, 3), (1, 1), (37, 51), (3, 0), (16, 64), (1, 40), (65, 69), (33, 20))
-PART = ((5, 7), (0, 3), (1, 1), (18, 21), (3, 0), (17, 16))
-# `place` gives the position in a whole call; here the ranks determine that.
-ALONE = [x.name for x in FEATURES if x.group != "place"]
-PACKED_DIMS = Dims(1, 2, 2, 1, 1, 8, 8)  # the heads of test_packed's batches
-UNPACKED = [x.name for x in FEATURES if x.group in ("queries", "layout", "dout")]
 
 
-def divides(strategy, count, feature, dims):
-    dividing = {"ulysses": count, "usp": MESH[1]}.get(strategy, 1)
-    return FEATURE[feature].dims(dims).H % dividing == 0
-
-
-def packed_of(names, dtype, sizes):
-    return test_packed.batch([FEATURE[x] for x in names.split()], DTYPES[dtype], sizes)
+def packed_of(names, dtype, sizes, mask=None):
+    """A batch of test_packed; with a mask of a shape, if one is given."""
+    batch = test_packed.batch([FEATURE[x] for x in names.split()], DTYPES[dtype], sizes)
+    if mask is None:
+        return batch
+    x = torch.randn(mask, dtype=DTYPES[dtype], generator=torch.Generator().manual_seed(1))
+    return replace(batch, given=batch.given | {"mask": x}, needs_grad=(*batch.needs_grad, "mask"))
 
 
 def part_of(x, sizes, group):
@@ -43,9 +37,9 @@ def part_of(x, sizes, group):
     return x.split(sizes)[dist.get_rank(group)]
 
 
-def run_packed(group, names, dtype, sizes, cuts, more):
+def run_packed(group, names, dtype, sizes, mask, cuts, more):
     """This rank's part of a packed batch."""
-    batch = packed_of(names, dtype, sizes)
+    batch = packed_of(names, dtype, sizes, mask)
     rows, keys = (functools.partial(part_of, sizes=x, group=group) for x in cuts)
     given = batch.given | {x: (rows if x == "q" else keys)(batch.given[x]) for x in "qkv"}
     own = replace(batch, given=given, dout=rows(batch.dout))
@@ -54,9 +48,10 @@ def run_packed(group, names, dtype, sizes, cuts, more):
     return {name: x.detach() for name, x in found.items()}
 
 
-def over_packed(four, count, names, dtype, sizes=SEQUENCES, cuts=(None, None), **more):
+def over_packed(four, count, names, dtype, sizes=SEQUENCES, mask=None, cuts=(None, None), **more):
     """(the batch, the whole call's results)"""
-    found, whole = four.results(count, run_packed, names, dtype, sizes, cuts, more), {}
+    given = names, dtype, sizes, mask
+    found, whole = four.results(count, run_packed, *given, cuts, more), {}
     for name in found[0]:
         each = [x[name] for x in found]
         if name in ("dmask", "dsinks"):
@@ -64,7 +59,7 @@ def over_packed(four, count, names, dtype, sizes=SEQUENCES, cuts=(None, None), *
             whole[name] = each[0]
         else:
             whole[name] = torch.cat(each)
-    return packed_of(names, dtype, sizes), whole
+    return packed_of(*given), whole
 
 
 def close(batch, found):
@@ -74,67 +69,22 @@ def close(batch, found):
         torch.testing.assert_close(found[name], x, rtol=1e-11, atol=1e-12, msg=name)
 
 
-PACKED_WAYS = (("gather", 1), ("gather", 4), ("gather", MESH), ("ulysses", 2), ("auto", 3))
-
-
-PACKED_SIZES = (len(PART), 2, 18, 21)  # of a mask (B,H,M,N)
-PACKED_MASKS = [
+PART = ((5, 7), (0, 3), (1, 1), (18, 21), (3, 0), (17, 16))
+MASKS = [
     shape
     for rank in range(5)
-    for shape in itertools.product(*((1, n) for n in PACKED_SIZES[4 - rank :]))
+    for shape in itertools.product(*((1, n) for n in (len(PART), 2, 18, 21)[4 - rank :]))
 ]
-
-
-def packed_masked(shape):
-    batch = packed_of("lse_loss", "float64", PART)
-    mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return replace(
-        batch, given=batch.given | {"mask": mask}, needs_grad=(*batch.needs_grad, "mask")
-    )
-
-
-def run_packed_masked(group, strategy):
-    cut = functools.partial(part_of, sizes=None, group=group)
-    attention = functools.partial(distributed.attention_packed, group=group, strategy=strategy)
-    found = []
-    for batch in map(packed_masked, PACKED_MASKS):
-        given = batch.given | {x: cut(batch.given[x]) for x in "qkv"}
-        own = replace(batch, given=given, dout=cut(batch.dout), dlse=cut(batch.dlse))
-        found.append({name: x.detach() for name, x in own.run(attention).items()})
-    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy, count", [("gather", 3), ("ulysses", 2)], ids=str)
 def test_every_shape_of_a_mask_of_packed_batches(four, strategy, count):
-    found = four.results(count, run_packed_masked, strategy)
-    for shape, *each in zip(PACKED_MASKS, *found, strict=True):
-        for name, x in packed_masked(shape).run().items():
-            own = [y[name] for y in each]
-            got = own[0] if name == "dmask" else torch.cat(own)
-            torch.testing.assert_close(got, x, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
+    for shape in MASKS:
+        close(*over_packed(four, count, "lse_loss", "float64", PART, shape, strategy=strategy))
 
 
-@pytest.mark.parametrize("names", PACKED, ids=lambda x: x.replace(" ", "+") or "plain")
-@pytest.mark.parametrize("strategy, count", PACKED_WAYS, ids=str)
-def test_packed_batches(four, strategy, count, names):
-    close(*over_packed(four, count, names, "float64", strategy=strategy))
-
-
-@pytest.mark.parametrize(
-    "feature, strategy, count",
-    [
-        (x, *way)
-        for x in ALONE
-        for way in (("gather", 3), ("ulysses", 2))
-        if x not in UNPACKED and divides(*way, x, PACKED_DIMS)
-    ],
-)
-def test_packed_features(four, feature, strategy, count):
-    close(*over_packed(four, count, feature, "float64", PART, strategy=strategy))
-
-
-@pytest.mark.parametrize("names", [PACKED[1], PACKED[3]])
+@pytest.mark.parametrize("names", [BATCH, BIASED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy, count", [("gather", 4), ("ulysses", 2)])
 def test_packed_batches_have_the_bits_of_one_rank(four, strategy, count, dtype, names):
@@ -155,7 +105,7 @@ CUTS = {  # of 161 rows and 255 keys
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("names", PACKED[1:3])
+@pytest.mark.parametrize("names", [BATCH, GROUPED])
 def test_packed_batches_are_cut_anywhere(four, names, cuts):
     """Ranks without rows or keys take part in the gradients."""
     close(*over_packed(four, 3, names, "float64", cuts=CUTS[cuts]))
@@ -165,7 +115,7 @@ def test_packed_batches_are_cut_anywhere(four, names, cuts):
     "sizes", [((3, 5),), ((0, 0), (0, 4)), ((1, 2), (1, 1)), ((0, 0),)], ids=str
 )
 def test_packed_batches_of_fewer_rows_than_ranks(four, sizes):
-    close(*over_packed(four, 4, PACKED[2], "float64", sizes))
+    close(*over_packed(four, 4, GROUPED, "float64", sizes))
 
 
 def packed_twice(group, strategy):

@@ -116,7 +116,8 @@ CACHE = {
     "causal": ("bottom_right", "no", "top_left", "aligned"),
     "row_invariant": (False, True),
 }
-# A call over ranks. Each rank has a part with a place of its own: tests/distributed.
+# A call over ranks, beside its strategy. Each rank has a part with a place of its own:
+# tests/distributed.
 RANKS = {
     name: levels
     for name, levels in DENSE.items()
@@ -132,10 +133,6 @@ RANKS = {
     "causal": ("no", "top_left", "bottom_right"),
     "small_dtype": ("wide",),
     "mask": tuple(x for x in SCORES["mask"] if x != "float32"),  # each rank rounds its gradient
-    "strategy": (
-        *(("gather", 2), ("gather", 3), ("ring", 3), ("ring", 4)),
-        *(("ulysses", 3), ("ulysses", 4), ("usp", (2, 2))),
-    ),
     "cut": ("contiguous", "zigzag"),
 }
 # Levels of dense calls that are one `Problem`; and of those with scores near 0, for passes with
