@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-TIMEOUT = 20  # seconds that a rank waits for another; tests of a missing rank wait less
+TIMEOUT = 120  # seconds that a rank waits for another; tests of a missing rank wait less
 
 
 class Ranks:
