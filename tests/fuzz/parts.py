@@ -2,7 +2,6 @@
 AssertionError if the result differs from the oracle's."""
 
 import math
-import re
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +24,6 @@ from tests.support.cases import DTYPES
 from tests.support.error_budget import Verdict
 
 from . import draw
-from .refused import REFUSED
 
 PARTS = {}
 
@@ -303,26 +301,6 @@ def torchs(query, key, value, *, attn_mask=None, scale=None, is_causal=False, en
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-
-
-@part
-def refused(rng):
-    """One bad argument in any call raises, and the message says what it got."""
-    problem = draw.problem(rng, torch.float32, most=40, place=("no",))
-    why = rng.choice(list(REFUSED))
-    if why == "heads do not divide" and problem.k.shape[1] == 1:
-        return  # one key head serves any number of query heads
-    argument, value, error = REFUSED[why]
-    call = problem.tensors()
-    call[argument] = value(problem)
-    q, k, v = (call.pop(x) for x in "qkv")
-    with somewhere(rng, torch.float32):
-        try:
-            fastattn.attention(q, k, v, **call)
-        except error as raised:
-            assert re.search("got .*expected", str(raised)), raised
-        else:
-            raise AssertionError(f"{why}: got no {error.__name__}")
 
 
 @part

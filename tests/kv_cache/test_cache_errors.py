@@ -22,106 +22,85 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
 
 x = torch.zeros(B, HK, 2, D)
-WRONG = [
-    (lambda c: c.append(x, x), ValueError, r"v: got \(3, 2, 2, 8\), expected \(B, Hk, n, D\) with"),
-    (lambda c: c.append(x[:2], x), ValueError, "k: got .* B = 3"),
-    (lambda c: c.append(x.double(), x), ValueError, "k: got torch.float64 on cpu, expected"),
-    (lambda c: c.append(3, x), TypeError, "k: got int"),
-    (lambda c: c.append(x, torch.zeros(B, HK, 3, DV)), ValueError, "v: got 3 rows, expected 2"),
-    (
-        lambda c: c.append(x[0].mT, torch.zeros(2, HK, DV), torch.tensor([0, 1, 2, 3])),
-        ValueError,
-        "k: got .*T, Hk, D",
-    ),
-    (
-        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 1, 2, 3])),
-        ValueError,
-        "cu: got .*, expected offsets that begin at 0, never fall, and end at 2",
-    ),
-    (
-        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 2])),
-        ValueError,
-        r"cu: got \(2,\), expected \(B \+ 1,\) = \(4,\)",
-    ),
-    (lambda c: c.attention(x[:2]), ValueError, r"q: got .*, expected \(B, H, M, D\) with B = 3"),
-    (lambda c: c.evict([1, 0, 0]), ValueError, r"counts: got 1 keys of item 0, .* \[0, 0\]"),
-    (lambda c: c.truncate(-1), ValueError, "lengths: got -1"),
-    (lambda c: c.fork([3]), ValueError, r"items: got \[3\], expected numbers in \[0, 3\)"),
-    (lambda c: c.evict([1, 2]), ValueError, r"counts: got shape \(2,\), expected one number, or"),
-    (lambda c: c.evict([0.5, 0, 0]), TypeError, "counts: got torch.float32, expected whole"),
-    (lambda c: c.free(torch.tensor([True, False, True])), TypeError, "items: got torch.bool"),
-    (lambda c: c.fork([0.7]), TypeError, "items: got torch.float32"),
-    (
-        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0.0, 1.5, 2, 2])),
-        TypeError,
-        "cu: got torch.float32",
-    ),
-    (lambda c: c.attention(x, key_lengths=c.lengths), TypeError, "key_lengths: got an arg"),
-    (lambda c: c.attention(x, place=Place(row=1)), ValueError, "place: got .*, expected no row"),
-    (lambda c: c.attention(torch.zeros(B, H, 99, D)), ValueError, "q: got 99 rows of item 0 on"),
-    (lambda c: c.attention(x, max_q=7), TypeError, "max_q: got 7 without cu_q, expected None"),
-    (
-        lambda c: c.attention(x[0].transpose(0, 1), cu_q=torch.tensor([0, 1])),
-        ValueError,
-        r"cu_q: got shape \(2,\), expected \(B \+ 1,\) = \(",
-    ),
-    (lambda c: KVCache(1, 2, 8, capacity=4, page_size=2.5), TypeError, "page_size: got 2.5"),
-    (lambda c: KVCache(1, 2, 8, capacity=4, value_dim=-1), ValueError, "value_dim: got -1"),
-    (
-        lambda c: KVCache(1, 2, 8, capacity=4, value_dim=3, latent=4),
-        ValueError,
-        "latent: got 4 beside value_dim = 3, expected one of them",
-    ),
-    (
-        lambda c: KVCache(1, 2, 8, capacity=4, latent=9),
-        ValueError,
-        "latent: got 9, expected at most head_dim = 8",
-    ),
-    (
-        lambda c: KVCache(B, HK, D, capacity=4, latent=2).append(x, x),
-        TypeError,
-        "v: got an argument, expected None: latent gives",
-    ),
-    (lambda c: c.append(x), TypeError, "v: got NoneType, expected a torch.Tensor"),
-    (lambda c: KVCache(1, 2, 8, capacity=4, dtype=torch.int8), ValueError, "dtype: got torch.int8"),
-    (lambda c: KVCache(1, 2, 8, capacity=0), ValueError, "capacity: got 0, expected 1 or more"),
-    (lambda c: KVCache(1, 2, 8, capacity=4, page_size=0), ValueError, "page_size: got 0"),
-    (
-        lambda c: KVCache(1, 2, 8, capacity=4, storage=torch.int16),
-        ValueError,
-        'storage: got torch.int16, expected None for torch.float32, torch.int8 or .*, or "int4"',
-    ),
-    (
-        lambda c: KVCache(1, 2, 8, capacity=4, storage="int4"),
-        ValueError,
-        'head_dim: got 8, expected a multiple of 32 with storage="int4"',
-    ),
-]
+PACKED = torch.zeros(2, HK, D), torch.zeros(2, HK, DV)
 FOUR = torch.zeros(2, 3, 1, 64)
-WRONG_INT4 = {
-    "value_dim: got 8, expected a multiple of 32": lambda: in_four_bits(value_dim=8),
-    "latent: got 40, expected a multiple of 32": lambda: in_four_bits(latent=40),
-    "storage: got 'int5', expected None for torch.float32, .*int4": lambda: in_four_bits("int5"),
-    "storage: got torch.uint8, expected None": lambda: in_four_bits(torch.uint8),
-    r"k: got \(2, 3, 1, 40\), expected .* D = 64": lambda: in_four_bits().append(
-        FOUR[..., :40], FOUR
+
+
+def made(**given):
+    return KVCache(1, 2, 8, **dict(capacity=4) | given)
+
+
+def in_four_bits(**given):
+    return KVCache(2, 3, 64, capacity=9, page_size=4, **dict(storage="int4") | given)
+
+
+VALUES = {  # raise a ValueError
+    r"v: got \(3, 2, 2, 8\), expected \(B, Hk, n, D\) with": lambda c: c.append(x, x),
+    "k: got .* B = 3": lambda c: c.append(x[:2], x),
+    "k: got torch.float64 on cpu, expected": lambda c: c.append(x.double(), x),
+    "v: got 3 rows, expected 2": lambda c: c.append(x, torch.zeros(B, HK, 3, DV)),
+    "k: got .*T, Hk, D": lambda c: c.append(x[0].mT, PACKED[1], torch.arange(B + 1)),
+    "cu: got .*, expected offsets that begin at 0, never fall, and end at 2": (
+        lambda c: c.append(*PACKED, torch.arange(B + 1))
     ),
-    r"v: got \(2, 3, 1, 32\), expected .* D = 64": lambda: in_four_bits().append(
-        FOUR, FOUR[..., :32]
+    r"cu: got \(2,\), expected \(B \+ 1,\) = \(4,\)": (
+        lambda c: c.append(*PACKED, torch.tensor([0, 2]))
     ),
-    r"k: got \(6, 1, 64\), expected \(T, Hk, D\) with Hk = 3": lambda: in_four_bits().append(
-        FOUR.flatten(0, 1), FOUR.flatten(0, 1), torch.tensor([0, 1, 2])
+    r"q: got .*, expected \(B, H, M, D\) with B = 3": lambda c: c.attention(x[:2]),
+    r"counts: got 1 keys of item 0, .* \[0, 0\]": lambda c: c.evict([1, 0, 0]),
+    "lengths: got -1": lambda c: c.truncate(-1),
+    r"items: got \[3\], expected numbers in \[0, 3\)": lambda c: c.fork([3]),
+    r"counts: got shape \(2,\), expected one number, or": lambda c: c.evict([1, 2]),
+    "place: got .*, expected no row": lambda c: c.attention(x, place=Place(row=1)),
+    "q: got 99 rows of item 0 on": lambda c: c.attention(torch.zeros(B, H, 99, D)),
+    r"cu_q: got shape \(2,\), expected \(B \+ 1,\) = \(": (
+        lambda c: c.attention(x[0].transpose(0, 1), cu_q=torch.tensor([0, 1]))
     ),
-    "k: got torch.uint8 on cpu, expected torch.float32": lambda: in_four_bits().append(
-        FOUR.byte(), FOUR
+    "value_dim: got -1": lambda c: made(value_dim=-1),
+    "latent: got 4 beside value_dim = 3, expected one": lambda c: made(value_dim=3, latent=4),
+    "latent: got 9, expected at most head_dim = 8": lambda c: made(latent=9),
+    "dtype: got torch.int8": lambda c: made(dtype=torch.int8),
+    "capacity: got 0, expected 1 or more": lambda c: made(capacity=0),
+    "page_size: got 0": lambda c: made(page_size=0),
+    'storage: got torch.int16, expected None for torch.float32, torch.int8 or .*, or "int4"': (
+        lambda c: made(storage=torch.int16)
+    ),
+    "storage: got 'int5', expected None for torch.float32, .*int4": lambda c: made(storage="int5"),
+    "storage: got torch.uint8, expected None": lambda c: made(storage=torch.uint8),
+    'head_dim: got 8, expected a multiple of 32 with storage="int4"': (
+        lambda c: made(storage="int4")
+    ),
+    "value_dim: got 8, expected a multiple of 32": lambda c: in_four_bits(value_dim=8),
+    "latent: got 40, expected a multiple of 32": lambda c: in_four_bits(latent=40),
+    r"k: got \(2, 3, 1, 40\), expected .* D = 64": (
+        lambda c: in_four_bits().append(FOUR[..., :40], FOUR)
+    ),
+    r"v: got \(2, 3, 1, 32\), expected .* D = 64": (
+        lambda c: in_four_bits().append(FOUR, FOUR[..., :32])
+    ),
+    r"k: got \(6, 1, 64\), expected \(T, Hk, D\) with Hk = 3": (
+        lambda c: in_four_bits().append(*(FOUR.flatten(0, 1),) * 2, torch.arange(3))
+    ),
+    "k: got torch.uint8 on cpu, expected torch.float32": (
+        lambda c: in_four_bits().append(FOUR.byte(), FOUR)
     ),
 }
-
-
-def in_four_bits(storage="int4", **given):
-    return KVCache(2, 3, 64, capacity=9, page_size=4, storage=storage, **given)
-
-
+TYPES = {  # raise a TypeError
+    "k: got int": lambda c: c.append(3, x),
+    "counts: got torch.float32, expected whole": lambda c: c.evict([0.5, 0, 0]),
+    "items: got torch.bool": lambda c: c.free(torch.tensor([True, False, True])),
+    "items: got torch.float32": lambda c: c.fork([0.7]),
+    "cu: got torch.float32": lambda c: c.append(*PACKED, torch.tensor([0.0, 1.5, 2, 2])),
+    "key_lengths: got an arg": lambda c: c.attention(x, key_lengths=c.lengths),
+    "max_q: got 7 without cu_q, expected None": lambda c: c.attention(x, max_q=7),
+    "page_size: got 2.5": lambda c: made(page_size=2.5),
+    "v: got an argument, expected None: latent gives": (
+        lambda c: KVCache(B, HK, D, capacity=4, latent=2).append(x, x)
+    ),
+    "v: got NoneType, expected a torch.Tensor": lambda c: c.append(x),
+}
+WRONG = [(call, ValueError, message) for message, call in VALUES.items()]
+WRONG += [(call, TypeError, message) for message, call in TYPES.items()]
 FULL = [
     (lambda c: c.append(*zeros(9)), RuntimeError, "is full: got 14 keys of item 0"),
     (lambda c: c.append(*zeros(3)), RuntimeError, "is full: got . more pages of . keys to find"),
@@ -156,12 +135,6 @@ def crowded(page_size=4):
 def test_inputs_of_wrong_sizes_raise(call, error, message):
     with pytest.raises(error, match=message):
         call(Model(4).cache)
-
-
-@pytest.mark.parametrize("message", WRONG_INT4)
-def test_inputs_of_wrong_sizes_raise_in_four_bits(message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        WRONG_INT4[message]()
 
 
 @pytest.mark.parametrize("window", [None, (0, 0), (2, None), (None, 1), (1, 3)], ids=str)

@@ -147,21 +147,6 @@ def test_four_bits():
         cache.attention(q).sum().backward()
 
 
-@pytest.mark.parametrize("storage", (None, torch.int8, "int4"), ids=str)
-def test_a_prompt_and_its_steps(storage):
-    """A packed prefill, then steps of one token, as the whole at once: the same bits."""
-    given = dict(capacity=40, page_size=16, storage=storage)
-    steps, whole = (KVCache(B, HK, 64, **given) for _ in range(2))
-    k, v = torch.randn(2, B, HK, 20, 64)
-    packed = (x[:, :, :17].transpose(1, 2).flatten(0, 1) for x in (k, v))
-    steps.append(*packed, torch.tensor([0, 17, 34, 51]))
-    for at in range(17, 20):
-        steps.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
-    whole.append(k, v)
-    q = torch.randn(B, H, 1, 64)
-    assert torch.equal(steps.attention(q), whole.attention(q))
-
-
 @pytest.mark.parametrize("storage", (None, "int4"))
 def test_a_step_is_compiled_and_exported(storage, tmp_path):
     cache = KVCache(2, 2, 64, capacity=20, page_size=8, storage=storage)
@@ -173,8 +158,7 @@ def test_a_step_is_compiled_and_exported(storage, tmp_path):
         def forward(self, q, k, v, table, lengths):
             rows, cu_q = q.transpose(1, 2).flatten(0, 1), torch.arange(3)
             out = attention_packed(
-                *(rows, k, v, cu_q),
-                **dict(block_table=table, key_lengths=lengths, max_q=1),
+                *(rows, k, v, cu_q), **dict(block_table=table, key_lengths=lengths, max_q=1)
             )
             return out.unflatten(0, (2, 1)).transpose(1, 2)
 

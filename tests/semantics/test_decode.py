@@ -6,16 +6,8 @@ import torch
 
 import fastattn
 from fastattn.backends.native import libraries
-from tests.support.backends import (
-    every_backend,
-    of_cpu_blocks,
-    variant,
-)
-from tests.support.cases import (
-    PLAIN,
-    Dims,
-    build,
-)
+from tests.support.backends import every_backend, of_cpu_blocks, variant
+from tests.support.cases import PLAIN, Dims, build
 
 pytestmark = [of_cpu_blocks, pytest.mark.usefixtures("one_thread")]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fastattn
+from tests.features import checking, factors
 from tests.support.backends import (
     declares,
     every_backend,
@@ -35,7 +36,14 @@ SHAPES = {
     "many_heads": Dims(5, 4, 4, 33, 33, 8, 8),
     "one_query": Dims(3, 4, 2, 1, 700, 32, 32),
     "two_queries": Dims(1, 2, 1, 2, 5000, 64, 64),  # enough keys for three threads
+    "one_query_of_groups": Dims(1, 8, 2, 1, 5001, 32, 32),  # all threads share its keys
 }
+# Calls of other forms, of sizes that threads share.
+SIZES = dict(M=(2, 130), N=(1500, 300))
+SELECTED = dict(B=(1,), M=(160,), N=(300, 129), heads=((32, 2),), lists=("one",))
+OTHERS = [("packed", SIZES), ("selected", SELECTED)]
+OTHERS += [("paged", SIZES | dict(stored=(x,), page=(16, 64))) for x in factors.PAGED["stored"]]
+ROWS = [(form, row) for form, levels in OTHERS for row in factors.rows(form, most=4, **levels)]
 
 
 def same(found, first, where):
@@ -55,27 +63,23 @@ def test_threads_and_repeats(name, dtype, shape, kind, threads):
         with variant(isa):
             threads(1)
             first = problem.run(fastattn.attention, backend=name)
-            for count in (2, 3, 7, 2, 1):
+            for count in (2, 3, 7, 16, 2, 1):
                 threads(count)
                 found = problem.run(fastattn.attention, backend=name)
                 same(found, first, f"{count} threads, {isa}")
 
 
-@pytest.mark.slow
-@parametrize("heads", [(8, 8), (8, 2)], ids=str, fast=1)
-@parametrize("dtype", DTYPES, fast=1)
-@parametrize("length", [2048, 5001], fast=1)
-def test_decoding_of_one_row_on_many_threads(heads, dtype, length, threads):
-    """Chunks of keys are shared by all threads, and merged in their order."""
-    problem = build(Dims(1, *heads, 1, length, 32, 32), (), DTYPES[dtype])
-    for isa in variants("cpu", DTYPES[dtype]):
-        with variant(isa):
+@pytest.mark.parametrize("form, row", ROWS)
+def test_threads_of_other_forms(form, row, threads):
+    call = checking.MAKE[form](row)
+    for way in checking.ways(row):
+        if way == "reference":  # torch's own threads
+            continue
+        with checking.on(way) as more:
             threads(1)
-            first = problem.run(fastattn.attention, backend="cpu")
-            for count in range(2, 17):
-                threads(count)
-                found = problem.run(fastattn.attention, backend="cpu")
-                same(found, first, f"{count} threads, {isa}")
+            first = call.run(**more)
+            threads(3)
+            same(call.run(**more), first, f"3 threads, {way}")
 
 
 WAKES = """
@@ -165,17 +169,6 @@ def test_several_python_threads_at_once(name):
         assert all(pool.map(work, range(4)))
 
 
-@every_backend
-def test_modes_agree(name):
-    """no_grad, inference mode and training compute the same output."""
-    problem = build(Dims(1, 2, 2, 150, 150, 16, 16), EVERYTHING, torch.float32)
-    trained = problem.run(fastattn.attention, backend=name)["out"]
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            found = problem.run(fastattn.attention, backward=False, backend=name)["out"]
-        assert torch.equal(found, trained), mode.__name__
-
-
 def in_new_process(code, **environment):
     """The output of the code, run in a new interpreter for at most two minutes."""
     done = subprocess.run(
@@ -239,6 +232,7 @@ def test_importing_changes_no_floating_point_flag():
     """Nor does running the kernels: subnormal numbers are kept, on this thread and on others."""
     code = textwrap.dedent(FLOATING_POINT_STATE) + textwrap.dedent("""
         import torch
+        torch.set_num_threads(4)
         before = control()
         assert tiny(), "subnormals are flushed before the import"
         import fastattn

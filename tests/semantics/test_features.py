@@ -20,15 +20,7 @@ from tests.support.backends import (
     small,
     thinned,
 )
-from tests.support.cases import (
-    DTYPES,
-    FEATURE,
-    SHAPES,
-    SINGLES,
-    Dims,
-    build,
-    name_of,
-)
+from tests.support.cases import DTYPES, FEATURE, SHAPES, SINGLES, Dims, build, name_of
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
 

@@ -8,61 +8,28 @@ import pytest
 import torch
 
 from fastattn.backends.native import libraries
-from fastattn.call.spec import Feature
 from tests.semantics.test_packed import batch
-from tests.semantics.test_paged import in_pages
 from tests.semantics.test_storage import STORAGES, exact, kept, run, score_error
 from tests.support import kernel_builds
-from tests.support.backends import declares, of_cpu_blocks, variant, variants
+from tests.support.backends import of_cpu_blocks, variant, variants
 from tests.support.cases import FEATURE, PLAIN
 from tests.support.checkout import ROOT
 from tests.support.kernel_builds import AMX_FLAGS as AVX512
-from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), of_cpu_blocks]
 
-on_cpu = pytest.mark.parametrize("name", ("cpu",))
 halves = pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 KEYS_AT_ONCE = 16  # their P has one unit
 
 
-def of_vectors(name, dtype):
+def of_vectors(dtype):
     """The instruction sets that decode so: tiles of AMX multiply rounded rows of bfloat16."""
-    return [isa for isa in variants(name, dtype) if not str(isa).startswith("amx")]
+    return [isa for isa in variants("cpu", dtype) if not isa.startswith("amx")]
 
 
-def stored_in_int8(features, dtype, sizes, d, dv=None):
-    made = batch(features, dtype, sizes, d)
-    if dv:
-        generator = torch.Generator().manual_seed(2)
-        shape = (*made.given["v"].shape[:2], dv)
-        made.given["v"] = torch.randn(shape, generator=generator).to(dtype)
-    made.given, _ = kept(made, torch.int8)
-    return made
-
-
-@on_cpu
-@halves
-@parametrize("d, dv", ((32, 32), (64, 96), (128, 128), (160, 32), (576, 512)), fast=4)
-def test_every_width_and_number_of_keys(name, dtype, d, dv):
-    """One row, and a few, of heads with their own keys or shared ones; in a row and in pages."""
-    declares(name, dtype, Feature.QUANTISED)
-    sizes = ((1, 1), (1, 17), (2, 40), (2, 129), (1, 300))  # rows that all sets decode
-    for features in (PLAIN, (FEATURE["gqa"],), (FEATURE["mqa"], FEATURE["bottom_right"])):
-        made = stored_in_int8(features, dtype, sizes, d, dv)
-        out, lse = exact(made.given)
-        off = score_error(made.given)
-        most = (made.given["v"].double().abs() * made.given["v_scale"][..., None].double()).max()
-        for isa in of_vectors(name, dtype):
-            with variant(isa):
-                found = run(made.given, name)
-                assert (found[1].double() - lse).abs().max() <= off + 1e-5 * lse.abs().max(), isa
-                rounding = torch.finfo(dtype).eps * out.abs().max()
-                bound = rounding + (2 * off + 2.0**-12) * most
-                assert (found[0].double() - out).abs().max() <= bound, isa
-                for page in (7, 48, 128):
-                    paged = run(in_pages(made, page) | dict(max_k=300), name)
-                    assert all(map(torch.equal, found, paged)), (isa, page)
+def stored_in_int8(dtype, sizes, d):
+    """Arguments of a packed call of one key head."""
+    return kept(batch((FEATURE["mqa"],), dtype, sizes, d), torch.int8)[0]
 
 
 def with_a_large_column(features, dtype, size, d):
@@ -76,18 +43,16 @@ def with_a_large_column(features, dtype, size, d):
     return made
 
 
-@on_cpu
 @halves
 @pytest.mark.parametrize(
     "storage, size",
     [*itertools.product(("int8", "int4"), (1.0, 1e4, 1e30, 2.0**-20, 1e-37)), ("int4", 1e35)],
 )
-def test_scores_of_queries_with_a_large_column(name, storage, dtype, size):
+def test_scores_of_queries_with_a_large_column(storage, dtype, size):
     """Queries are rounded to multiples of a 32767th of their largest number: a score is off by half
     of that times the sum of a key's |k|, or of 15 |scale| in four bits."""
-    declares(name, dtype, Feature.INT4 if storage == "int4" else Feature.QUANTISED)
     for features in (PLAIN, (FEATURE["mqa"],)):
-        for d in (32, 96, 128):
+        for d in (32, 96, 128, 576):
             made = with_a_large_column(features, dtype, size, d)
             made.given, plain = kept(made, STORAGES[storage])
             if storage == "int8":
@@ -97,51 +62,47 @@ def test_scores_of_queries_with_a_large_column(name, storage, dtype, size):
                 scales = rows[..., 16:18].clone().view(torch.bfloat16).double()
                 step = made.given["q"].abs().max().double() / 32767
                 off = made.given["scale"] * step / 2 * (scales * 15 * 32).sum(-2).max()
-            for isa in of_vectors(name, dtype) if storage == "int8" else variants(name, dtype):
+            for isa in of_vectors(dtype) if storage == "int8" else variants("cpu", dtype):
                 with variant(isa):
-                    _, lse = run(made.given, name)
+                    _, lse = run(made.given, "cpu")
                     assert (lse.double() - wide).abs().max() <= off + 1e-5 * wide.abs().max(), isa
 
 
-@on_cpu
 @halves
-def test_outputs_of_values_of_very_different_sizes(name, dtype):
+def test_outputs_of_values_of_very_different_sizes(dtype):
     """P times a value's scale is off by half of a 32767th of the largest of sixteen keys."""
-    declares(name, dtype, Feature.QUANTISED)
     generator = torch.Generator().manual_seed(4)
-    for rows, keys in ((1, 240), (4, 77), (3, 16)):
-        made = stored_in_int8((FEATURE["mqa"],), dtype, ((rows, keys),), 64)
-        made.given["q"].zero_()  # P is 1 for all
-        sizes = torch.randint(0, 12, made.given["v_scale"].shape, generator=generator)
-        made.given["v_scale"] = 4.0**-sizes
-        wide, _ = exact(made.given)
+    for rows, keys, d in ((1, 240, 64), (4, 77, 512), (3, 16, 96)):
+        given = stored_in_int8(dtype, ((rows, keys),), d)
+        given["q"].zero_()  # P is 1 for all
+        sizes = torch.randint(0, 12, given["v_scale"].shape, generator=generator)
+        given["v_scale"] = 4.0**-sizes
+        wide, _ = exact(given)
         blocks = torch.arange(keys) // KEYS_AT_ONCE
-        unit = torch.stack([made.given["v_scale"][blocks == b].max() for b in blocks]) / 32767
-        moved = (unit[:, None, None] / 2 * made.given["v"].double().abs()).sum(0) / keys
-        for isa in of_vectors(name, dtype):
+        unit = torch.stack([given["v_scale"][blocks == b].max() for b in blocks]) / 32767
+        moved = (unit[:, None, None] / 2 * given["v"].double().abs()).sum(0) / keys
+        for isa in of_vectors(dtype):
             with variant(isa):
-                found, _ = run(made.given, name)
+                found, _ = run(given, "cpu")
                 bound = moved + torch.finfo(dtype).eps * wide.abs() + 1e-6 * wide.abs().max()
                 assert ((found.double() - wide).abs() <= bound).all(), isa
 
 
-@on_cpu
 @halves
-def test_rows_that_have_no_integers(name, dtype):
+def test_rows_that_have_no_integers(dtype):
     """A query of NaN, of infinities or of numbers near the ends of the range does not change the
     bits of others. Values may have such scales, too."""
-    declares(name, dtype, Feature.QUANTISED)
     tiny, huge = torch.finfo(dtype).tiny, min(1e30, torch.finfo(dtype).max)
     for rows in (1, 2):
-        made = stored_in_int8((FEATURE["mqa"],), dtype, ((rows, 150),), 64)
-        for isa in of_vectors(name, dtype):
+        given = stored_in_int8(dtype, ((rows, 150),), 64)
+        for isa in of_vectors(dtype):
             with variant(isa):
-                clean = run(made.given, name)
+                clean = run(given, "cpu")
                 for bad in (torch.nan, torch.inf, -torch.inf, 0.0, tiny, huge):
-                    q = made.given["q"].clone()
+                    q = given["q"].clone()
                     q[0, 1] = bad
-                    given = made.given | dict(q=q)
-                    found, wide = run(given, name), exact(given)
+                    other = given | dict(q=q)
+                    found, wide = run(other, "cpu"), exact(other)
                     others = torch.ones(q.shape[:2], dtype=torch.bool)
                     others[0, 1] = False
                     for x, y, z in zip(found, clean, wide, strict=True):
@@ -150,30 +111,28 @@ def test_rows_that_have_no_integers(name, dtype):
                             close = dict(rtol=2.0**-7, atol=2.0**-7)
                             torch.testing.assert_close(x[0, 1].double(), z[0, 1], **close)
                 for bad in (torch.nan, torch.inf, 1e-30):
-                    scales = made.given["v_scale"].clone()
+                    scales = given["v_scale"].clone()
                     scales[33, 0] = bad
-                    given = made.given | dict(v_scale=scales)
-                    x, y = run(given, name)[0], exact(given)[0].to(dtype)
+                    other = given | dict(v_scale=scales)
+                    x, y = run(other, "cpu")[0], exact(other)[0].to(dtype)
                     assert torch.equal(x.isfinite(), y.isfinite()), (isa, bad)
                     torch.testing.assert_close(x, y, rtol=0.02, atol=0.02, equal_nan=True)
                 if dtype == torch.bfloat16:  # float16 has no such outputs
-                    given = made.given | dict(v_scale=made.given["v_scale"] * 1e-30)
-                    x, y = run(given, name)[0].double(), exact(given)[0]
+                    other = given | dict(v_scale=given["v_scale"] * 1e-30)
+                    x, y = run(other, "cpu")[0].double(), exact(other)[0]
                     torch.testing.assert_close(x, y, rtol=0.02, atol=0.01 * y.abs().max().item())
 
 
-@on_cpu
 @halves
-def test_a_head_alone_has_the_bits_that_it_has_among_others(name, dtype):
+def test_a_head_alone_has_the_bits_that_it_has_among_others(dtype):
     """Four rows are multiplied at once, and what remains row by row."""
-    declares(name, dtype, Feature.QUANTISED)
-    made = stored_in_int8((FEATURE["mqa"],), dtype, ((1, 700),), 128)
-    q = torch.cat([made.given["q"] * x for x in (1, 2, 0.5)], 1)[:, :6]
-    for isa in of_vectors(name, dtype):
+    given = stored_in_int8(dtype, ((1, 700),), 128)
+    q = torch.cat([given["q"] * x for x in (1, 2, 0.5)], 1)[:, :6]
+    for isa in of_vectors(dtype):
         with variant(isa):
-            among = run(made.given | dict(q=q), name)
+            among = run(given | dict(q=q), "cpu")
             for h in range(q.shape[1]):
-                alone = run(made.given | dict(q=q[:, h : h + 1]), name)
+                alone = run(given | dict(q=q[:, h : h + 1]), "cpu")
                 for x, y in zip(among, alone, strict=True):
                     assert torch.equal(x[:, h : h + 1], y), (isa, h)
 

@@ -9,13 +9,7 @@ import torch.nn.functional as F
 from fastattn import reference
 from tests.features import calls, factors
 from tests.support import naive
-from tests.support.cases import (
-    DTYPES,
-    FEATURE,
-    SHAPES,
-    Dims,
-    build,
-)
+from tests.support.cases import DTYPES, FEATURE, SHAPES, Dims, build
 from tests.support.marks import parametrize
 
 ROWS = factors.rows(

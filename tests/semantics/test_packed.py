@@ -9,12 +9,7 @@ import torch
 import fastattn
 from fastattn import Place
 from fastattn.backends import base
-from tests.support.backends import (
-    every_backend,
-    small,
-    variant,
-    variants,
-)
+from tests.support.backends import every_backend, small, variant, variants
 from tests.support.cases import FEATURE, FEATURES, PLAIN, Dims, build, inside_nan, name_of
 from tests.support.error_budget import Verdict, one_thread
 from tests.support.marks import parametrize

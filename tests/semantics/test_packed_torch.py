@@ -8,10 +8,7 @@ import fastattn
 from fastattn.backends.native import launcher
 from fastattn.call.spec import Feature
 from tests.semantics.test_packed import SIZES, batch, complaints
-from tests.support.backends import (
-    not_interpreted,
-    passed,
-)
+from tests.support.backends import not_interpreted, passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")

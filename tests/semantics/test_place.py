@@ -6,10 +6,7 @@ import torch
 
 import fastattn
 from fastattn import Place
-from tests.support.backends import (
-    every_backend,
-    not_interpreted,
-)
+from tests.support.backends import every_backend, not_interpreted
 from tests.support.cases import FEATURE, Dims, build
 
 DIMS = Dims(3, 3, 3, 37, 51, 8, 8)
@@ -27,21 +24,6 @@ def test_draws_go_on_where_keys_begin(name, key):
         kept = fastattn.attention(q, k, v, **given) != 0
         whole = fastattn.reference.keep_mask((3, 7, 2 + M, key + 30), 0.4, 5)
         assert torch.equal(kept, whole[1:, 4:, 2:, key:])
-
-
-@every_backend
-def test_place_of_weights(name):
-    features = [FEATURE[x] for x in ("bottom_right", "lengths", "dropout", "alibi")]
-    problem = build(DIMS, features, torch.float32)
-    tensors, given = (problem.q, problem.k), dict(problem.kwargs, backend=name)
-    whole = fastattn.attention_weights(*tensors, **given)
-    _, lse = fastattn.attention(*tensors, problem.v, **given, return_lse=True)
-    rows, keys = slice(14, None), slice(7, 30)
-    place = Place(row=14, key=7, rows=37, keys=51)
-    part = fastattn.attention_weights(
-        problem.q[:, :, rows], problem.k[:, :, keys], lse=lse[:, :, rows], **given, place=place
-    )
-    torch.testing.assert_close(part, whole[:, :, rows, keys])
 
 
 def test_a_place_of_its_own_changes_nothing():

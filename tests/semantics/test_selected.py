@@ -6,12 +6,10 @@ import torch
 from torch.func import jvp
 
 import fastattn
-from fastattn.backends.native import libraries
 from fastattn.backends.shared import gathered_pages
 from fastattn.call.spec import Feature
 from fastattn.selection import key_lists, seen
 from tests.support.backends import declares, every_backend, not_interpreted
-from tests.support.cases import DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 B, M, N = 2, 5, 37
@@ -83,38 +81,6 @@ def test_the_order_of_indices_changes_no_bit(name, how):
 
     for x, y in zip(run(indices), run(ORDERS[how](indices)), strict=True):
         assert torch.equal(x, y)
-
-
-@not_interpreted
-@pytest.mark.parametrize("isa", libraries.cpu_isas() if not libraries.cpu_unavailable() else [])
-@pytest.mark.parametrize("dtype", ("float32", "float64", "bfloat16", "float16"))
-def test_threads_and_calls_change_no_bit(isa, dtype):
-    """More rows than one run of the kernels takes, in one call and in two."""
-    before = libraries.cpu_isa()
-    H, Hk, rows, keys = 32, 2, 160, 300
-    draw = torch.Generator().manual_seed(1)
-    shapes = dict(q=(1, H, rows, 40), k=(1, Hk, keys, 40), v=(1, Hk, keys, 24))
-    leaves = {x: torch.randn(*s, generator=draw).to(DTYPES[dtype]) for x, s in shapes.items()}
-    indices = torch.randint(0, keys, (1, 1, rows, 250), generator=draw)
-
-    def run():
-        def call(**x):
-            return fastattn.attention_selected(indices=indices, return_lse=True, **x)
-
-        return results(call, leaves)
-
-    try:
-        libraries.select_cpu_isa(isa)
-        libraries.poison(True)
-        torch.set_num_threads(1)
-        one = run()
-        torch.set_num_threads(3)
-        for x, y in zip(one, run(), strict=True):
-            assert torch.equal(x, y)
-    finally:
-        libraries.select_cpu_isa(before)
-        libraries.poison(False)
-        torch.set_num_threads(1)
 
 
 @every_backend

@@ -209,30 +209,6 @@ def test_more_heads_than_16_bits(name, batch, heads):
     assert torch.equal(out, v)  # with one key, the output is its value
 
 
-@every_backend
-def test_inference_then_training(name):
-    """A call in inference mode caches nothing that breaks a later training call."""
-    q, k, v = (randn(1, 2, 9, 8, seed=x) for x in range(3))
-    with torch.inference_mode():
-        first = fastattn.attention(q, k, v, causal=True, backend=name)
-    q.requires_grad_()
-    out = fastattn.attention(q, k, v, causal=True, backend=name)
-    assert torch.equal(out, first) and out.requires_grad
-    out.sum().backward()
-    assert q.grad.isfinite().all()
-
-
-@every_backend
-def test_backward_twice_over_one_graph(name):
-    """Backward only reads the saved tensors, so it can run twice."""
-    q, k, v = (randn(1, 2, 70, 8, seed=x).requires_grad_() for x in range(3))
-    out = fastattn.attention(q, k, v, causal=True, dropout_p=0.2, seed=3, backend=name)
-    dout = randn(*out.shape, seed=4)
-    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-    second = torch.autograd.grad(out, (q, k, v), dout)
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-
-
 @every_dtype
 @every_backend
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -22,7 +22,7 @@ from tests.support.backends import (
     variant,
     variants,
 )
-from tests.support.cases import DTYPES, FEATURE, FEATURES, PLAIN, build, name_of, square
+from tests.support.cases import DTYPES, FEATURES, PLAIN, build, name_of, square
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
 
@@ -131,39 +131,3 @@ def test_a_given_lse_is_a_constant(name, features, mean):
             assert not got.pop("dsinks").any(), isa  # sinks affect the normaliser only
         found += [f"{problem.name} {isa or ''}: {line}" for line in verdict.about(got)]
     passed(found)
-
-
-@every_backend
-def test_lse_of_the_forward_gives_the_same_weights(name):
-    q, k, v = (torch.randn(2, 2, 35, 16) for _ in "qkv")
-    _, lse = fastattn.attention(q, k, v, causal=True, return_lse=True, backend=name)
-    given = fastattn.attention_weights(q, k, lse=lse, causal=True, backend=name)
-    found = fastattn.attention_weights(q, k, causal=True, backend=name)
-    # Only the rounded LSE is given, without its rounding error.
-    torch.testing.assert_close(given, found, rtol=2e-6, atol=0)
-    torch.testing.assert_close(given.sum(-1), torch.ones(2, 2, 35))
-
-
-@every_backend
-def test_weights_share_dropout_with_the_output(name):
-    q, k, v = (torch.randn(2, 4, 35, 16) for _ in "qkv")
-    options = dict(dropout_p=0.4, seed=torch.tensor(11), causal=True, backend=name)
-    out = fastattn.attention(q, k, v, **options)
-    weights = fastattn.attention_weights(q, k, **options)
-    torch.testing.assert_close(weights @ v, out, rtol=1e-5, atol=1e-5)
-    mean = fastattn.attention_weights(q, k, average_heads=True, **options)
-    torch.testing.assert_close(mean, weights.mean(1), rtol=1e-6, atol=1e-6)
-
-
-@every_backend
-def test_rows_with_nothing_have_no_weights(name):
-    q, k = torch.randn(1, 2, 9, 16).requires_grad_(), torch.randn(1, 2, 5, 16)
-    features = FEATURE["bool_mask"]
-    mask = build(square(1, 2, 9, 3), (features,), torch.float32).kwargs["mask"][..., :5]
-    for average in (False, True):
-        weights = fastattn.attention_weights(
-            q, k, mask=mask, average_heads=average, causal="bottom_right", backend=name
-        )
-        assert not weights[..., :4, :].any() and weights.isfinite().all()
-        grad = torch.autograd.grad(weights.square().sum(), q)[0]
-        assert grad.isfinite().all() and not grad[:, :, :4].any()
