@@ -1,7 +1,6 @@
 """The parts of the fuzzer. Each is a function that draws one call, makes it, and raises an
 AssertionError if the result differs from the oracle's."""
 
-import math
 from contextlib import contextmanager
 
 import torch
@@ -12,13 +11,8 @@ from fastattn import reference
 from fastattn.backends import base
 from fastattn.call.spec import Feature
 from tests.features import checking, factors
-from tests.features.arguments import laid
-from tests.integrations.test_flash_attn import agree as agree_with_gradients
-from tests.integrations.test_flash_attn import leaves_of, offsets
-from tests.integrations.test_flash_attn_cache import agree as agree_with_cache
-from tests.integrations.test_flash_attn_cache import hide
 from tests.semantics.test_weights import Averaged, ask, with_identity
-from tests.support import cache_model, flash_attn_oracle, tangents
+from tests.support import cache_model, tangents
 from tests.support.backends import FUSED, REASONS, variant, variants
 from tests.support.cases import DTYPES
 from tests.support.error_budget import Verdict
@@ -238,72 +232,6 @@ def several(x, n, dim, generator):
 
 
 @part
-def sdpa(rng):
-    """`scaled_dot_product_attention` of any rank, against torch's in float64."""
-    dtype = rng.choice((torch.float32, torch.float64))
-    lead = [rng.choice((1, 2, 3)) for _ in range(rng.randint(0, 3))]
-    L, S, E, Ev = draw.size(rng, 70), draw.size(rng, 70), draw.head_dim(rng), draw.head_dim(rng)
-    if not (L and S):
-        return
-    gqa = len(lead) > 0 and rng.random() < 0.3
-    generator = torch.Generator().manual_seed(rng.randrange(2**20))
-
-    def made(last, repeats=1):
-        own = [x if gqa or rng.random() < 0.8 else 1 for x in lead]
-        if gqa:
-            own[-1] *= repeats
-        x = torch.randn(*own, *last, generator=generator, dtype=torch.float64).to(dtype)
-        return laid(x, rng.choice(("contiguous", "offset", "columns")))
-
-    q, k, v = made((L, E), rng.choice((1, 2, 3))), made((S, E)), made((S, Ev))
-    given = dict(scale=rng.choice((None, 0.3, -0.1)), enable_gqa=gqa)
-    full = torch.broadcast_shapes(*(x.shape[:-2] for x in ((q,) if gqa else (q, k))))
-    kind = rng.random()
-    if kind < 0.3:
-        given["is_causal"] = True
-    elif kind < 0.8:
-        shape = [n if rng.random() < 0.5 else 1 for n in (*full, L, S)][rng.randint(0, len(full)) :]
-        mask = torch.rand(shape, generator=generator) < 0.7
-        if rng.random() < 0.5:
-            mask = torch.randn(shape, generator=generator).to(dtype).masked_fill(~mask, -math.inf)
-        given["attn_mask"] = mask
-    with somewhere(rng, dtype):
-        dout = torch.randn(*_out_shape(q, k, v, gqa), generator=generator).to(dtype)
-
-        def results(function, dtype):
-            named = dict(zip(("query", "key", "value"), (q, k, v))) | given
-            leaves = [n for n, x in named.items() if _is_real(x)]
-            named |= {n: named[n].detach().to(dtype).requires_grad_() for n in leaves}
-            out = function(**named)
-            return out, *torch.autograd.grad(out, [named[n] for n in leaves], dout.to(out.dtype))
-
-        # The part `dense` judges roundings. Here shapes and meanings are compared.
-        tolerance = 1e-9 if dtype == torch.float64 else 1e-3
-        found = results(fastattn.scaled_dot_product_attention, dtype)
-        for x, y in zip(found, results(torchs, torch.float64), strict=True):
-            close(x, y, "out and gradients", tolerance)
-
-
-def _is_real(x):
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
-
-
-def _out_shape(q, k, v, gqa):
-    lead = (q,) if gqa else (q, k, v)
-    return *torch.broadcast_shapes(*(x.shape[:-2] for x in lead)), q.shape[-2], v.shape[-1]
-
-
-def torchs(query, key, value, *, attn_mask=None, scale=None, is_causal=False, enable_gqa=False):
-    """torch's math path. It takes no mask of fewer than two dimensions."""
-    if attn_mask is not None:
-        attn_mask = attn_mask[(None,) * max(0, 2 - attn_mask.ndim)]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-
-@part
 def wrong_shapes(rng):
     """A tensor of another shape, in any call, is refused or broadcast; it never crashes."""
     dtype = dtype_of(rng)
@@ -355,105 +283,3 @@ def cache_states(rng):
     """`KVCache` and its forks as a state machine, against a model."""
     with somewhere(rng, torch.float32):
         cache_model.run(rng.randrange(2**32), steps=25)
-
-
-# ------------------------------------------------------------------------------- flash-attn's API
-
-
-def flash_arguments(rng, B, H):
-    found = dict(causal=rng.random() < 0.5)
-    if rng.random() < 0.4:
-        found["window_size"] = rng.choice((-1, 0, 3, 17)), rng.choice((-1, 0, 2, 9))
-    if rng.random() < 0.3:
-        found["softcap"] = rng.choice((0.0, 1.5, 30.0))
-    if rng.random() < 0.3:
-        slopes = torch.rand(rng.choice(((H,), (B, H))), generator=seeded(rng))
-        found["alibi_slopes"] = slopes
-    if rng.random() < 0.3:
-        found["softmax_scale"] = rng.choice((0.1, 0.7))
-    if rng.random() < 0.2:
-        found["s_aux"] = torch.randn(H, generator=seeded(rng), dtype=torch.float64)
-        found["s_aux"].requires_grad_()
-    return found
-
-
-def seeded(rng):
-    return torch.Generator().manual_seed(rng.randrange(2**20))
-
-
-def doubles(rng, *shape):
-    return torch.randn(*shape, generator=seeded(rng), dtype=torch.float64)
-
-
-@part
-def flash_attn(rng):
-    """flash-attn's functions in float64: dense, packed and with a cache."""
-    from fastattn import flash_attn as fa
-
-    Hk, D, Dv = rng.choice((1, 2, 3)), draw.head_dim(rng), draw.head_dim(rng)
-    H = Hk * rng.choice((1, 1, 2, 4))
-    with somewhere(rng, torch.float64):
-        kind = rng.choice(("dense", "varlen", "cache"))
-        if kind == "dense":
-            B, M, N = rng.randint(1, 3), draw.size(rng, 70) + 1, draw.size(rng, 70) + 1
-            shapes = (B, M, H, D), (B, N, Hk, D), (B, N, Hk, Dv)
-            x = [doubles(rng, *shape).requires_grad_() for shape in shapes]
-            given = flash_arguments(rng, B, H)
-            out, lse, _ = fa.flash_attn_func(*x, return_attn_probs=True, **given)
-            expected = flash_attn_oracle.dense(*x, **given)
-            agree_with_gradients((out, lse), expected, leaves_of(x, given))
-        elif kind == "varlen":
-            B = rng.randint(1, 4)
-            rows, keys = ([draw.size(rng, 70) for _ in range(B)] for _ in "qk")
-            cu = offsets(rows), offsets(keys)
-            T, S = sum(rows), sum(keys)
-            if not (T and S):
-                return
-            x = [doubles(rng, *s).requires_grad_() for s in ((T, H, D), (S, Hk, D), (S, Hk, Dv))]
-            given = flash_arguments(rng, B, H)
-            where = *cu, max(rows), max(keys)
-            out, lse, _ = fa.flash_attn_varlen_func(*x, *where, return_attn_probs=True, **given)
-            expected = flash_attn_oracle.varlen(*x, *cu, **given)
-            agree_with_gradients((out, lse), expected, leaves_of(x, given))
-        else:
-            agree_with_cache(flash_cache(rng, H, Hk, D, Dv))
-
-
-def flash_cache(rng, H, Hk, D, Dv):
-    """Arguments of `flash_attn_with_kvcache`, with NaN where the caches have no key."""
-    B, M = rng.randint(1, 3), rng.randint(1, 20)
-    capacity = rng.randint(1, 90)
-    new = rng.choice((0, 0, 1, M))
-    new = new if new <= capacity else 0
-    lengths = torch.tensor([rng.randint(0, capacity - new) for _ in range(B)], dtype=torch.int32)
-    given = dict(cache_seqlens=lengths)
-    items, page = B, capacity
-    layout = rng.choice(("plain", "batch_idx", "leftpad", "pages"))
-    if layout == "batch_idx":
-        items = B + 2
-        given["cache_batch_idx"] = torch.tensor(rng.sample(range(items), B), dtype=torch.int32)
-    if layout == "leftpad":
-        pads = [rng.randint(0, int(n)) for n in lengths]
-        given["cache_leftpad"] = torch.tensor(pads, dtype=torch.int32)
-    if layout == "pages":
-        page = rng.choice((1, 7, 16, 64))
-        used = [-(-(int(n) + new) // page) for n in lengths]
-        items = sum(used) + 2
-        order = iter(rng.sample(range(items), items))
-        table = torch.full((B, max(*used, 1)), -(10**6), dtype=torch.int32)
-        for b, n in enumerate(used):
-            table[b, :n] = torch.tensor([next(order) for _ in range(n)], dtype=torch.int32)
-        given["block_table"] = table
-    k_cache, v_cache = doubles(rng, items, page, Hk, D), doubles(rng, items, page, Hk, Dv)
-    hide(k_cache, v_cache, given, lengths)
-    if new:
-        given |= dict(k=doubles(rng, B, new, Hk, D), v=doubles(rng, B, new, Hk, Dv))
-        if D >= 4 and rng.random() < 0.5:
-            half = rng.randint(1, D // 2)
-            angles = 6 * doubles(rng, capacity + M + new, half)
-            given |= dict(rotary_cos=angles.cos(), rotary_sin=angles.sin())
-            given["rotary_interleaved"] = rng.random() < 0.5
-    arguments = flash_arguments(rng, B, H)
-    if "s_aux" in arguments:
-        arguments["s_aux"] = arguments["s_aux"].detach()
-    return given | dict(q=doubles(rng, B, M, H, D), k_cache=k_cache, v_cache=v_cache) | arguments

@@ -113,16 +113,6 @@ def appended(dtype, d, dv, rows=60, seed=0):
     return [*dense, (k[2, :rows], v[2, :rows], torch.tensor([0, rows // 3, rows]))]
 
 
-def complaints():
-    """For each dtype and storage the rows that the library writes otherwise than torch."""
-    for name, storage in STORAGES.items():
-        for dtype in DTYPES.values():
-            sizes = dict(batch=2, heads=3, head_dim=64, value_dim=32, capacity=200, page_size=7)
-            changes = appended(dtype, 64, 32)
-            for others in other_rows(changes, dtype=dtype, storage=storage, **sizes):
-                yield f"{dtype} {name}: {others}"
-
-
 def widths(storage):
     return [d for d in WIDTHS if storage != "int4" or d % BLOCK == 0]
 

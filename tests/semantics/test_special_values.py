@@ -209,6 +209,19 @@ def test_more_heads_than_16_bits(name, batch, heads):
     assert torch.equal(out, v)  # with one key, the output is its value
 
 
+@every_backend
+def test_inference_then_training(name):
+    """A call in inference mode caches nothing that breaks a later training call."""
+    q, k, v = (randn(1, 2, 9, 8, seed=x) for x in range(3))
+    with torch.inference_mode():
+        first = fastattn.attention(q, k, v, causal=True, backend=name)
+    q.requires_grad_()
+    out = fastattn.attention(q, k, v, causal=True, backend=name)
+    assert torch.equal(out, first) and out.requires_grad
+    out.sum().backward()
+    assert q.grad.isfinite().all()
+
+
 @every_dtype
 @every_backend
 @pytest.mark.parametrize("softcap", [None, 3.0])
