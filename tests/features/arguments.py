@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 import fastattn
-from tests.support.cases import DTYPES
+from tests.support.cases import DTYPES, laid
 
 
 class Draw:
@@ -52,29 +52,6 @@ class Draw:
     def small(self, x):
         """A small tensor, or a mask, in the memory that the row names."""
         return spread(x, self.row["small_layout"])
-
-
-def laid(x, layout, heads=-3):
-    """The values of x in other memory. "expanded" makes all heads equal. "shifted" and "apart" are
-    contiguous, but for one element before all, or after each item of the third dimension from the
-    end."""
-    if layout == "permuted":
-        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
-    if layout == "offset":
-        wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), torch.nan).to(x.dtype)
-        wide[..., 3:-2] = x
-        return wide[..., 3:-2]
-    if layout == "columns":
-        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if layout == "expanded":
-        return x.narrow(heads, 0, 1).clone().expand_as(x)
-    if layout == "shifted":
-        return F.pad(x.flatten(), (1, 0))[1:].view(x.shape)
-    if layout == "apart":
-        return F.pad(x.flatten(-2), (0, 1))[..., :-1].unflatten(-1, x.shape[-2:])
-    if layout == "negated":
-        return torch._neg_view(-x)
-    return x.contiguous()
 
 
 def spread(x, layout):

@@ -8,8 +8,9 @@ import torch
 
 from fastattn import KVCache
 from fastattn.call.int4 import dequantised_int4
-from tests.features.arguments import Draw, laid, of_scores
+from tests.features.arguments import Draw, of_scores
 from tests.features.calls import Call, int4_sizes, offsets, sequences
+from tests.support.cases import laid
 
 JUNK = 5  # keys of each item that a history drops
 # How far a number may be from what was appended, as a part of its row's range.

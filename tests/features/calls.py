@@ -22,7 +22,6 @@ from fastattn.call.quantisation import LARGEST, quantised
 from tests.features.arguments import (
     Draw,
     functions,
-    laid,
     of_scores,
     place_of,
     spread,
@@ -30,7 +29,7 @@ from tests.features.arguments import (
     without_functions,
 )
 from tests.features.factors import LISTED
-from tests.support.cases import Problem
+from tests.support.cases import Problem, laid
 from tests.support.error_budget import Verdict, oracle
 from tests.support.large_logit_rows import far_rows
 

@@ -18,10 +18,7 @@ from tests.support.backends import every_dtype, not_interpreted
 from tests.support.cases import DTYPES
 from tests.support.marks import parametrize
 
-pytestmark = [
-    not_interpreted,
-    pytest.mark.skipif(bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())),
-]
+pytestmark = not_interpreted
 
 STORAGES = {"as given": None, "int4": "int4"} | {name: dtype for dtype, name in NAMES.items()}
 every_storage = pytest.mark.parametrize("storage", STORAGES)
@@ -164,9 +161,9 @@ def test_rows_have_the_bits_of_torchs_operations(storage, dtype):
 
 @every_dtype
 @pytest.mark.parametrize("storage", [x for x in STORAGES if STORAGES[x]])
-def test_rows_less_an_offset_have_the_bits_of_torchs_operations(storage, dtype):
+def test_rows_less_an_offset_have_the_bits_of_torchs_operations(storage, dtype, threads):
     of = STORAGES[storage]
-    for d, threads in ((1, 1), (33, 1), (64, 3), (160, 1)):
+    for d, count in ((1, 1), (33, 1), (64, 3), (160, 1)):
         if of == "int4" and d % BLOCK:
             continue
         shift = torch.linspace(-90, 90, 3 * d).view(3, 1, d)
@@ -175,11 +172,8 @@ def test_rows_less_an_offset_have_the_bits_of_torchs_operations(storage, dtype):
         packed = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
         changes = [(k, v), (k[:, :, :1], v[:, :, :1]), (*packed, torch.tensor([0, 50, 80]))]
         sizes = dict(batch=2, heads=3, head_dim=d, dtype=DTYPES[dtype], storage=of)
-        torch.set_num_threads(threads)
-        try:
-            assert not list(other_rows(changes, capacity=200, page_size=7, **sizes)), d
-        finally:
-            torch.set_num_threads(1)
+        threads(count)
+        assert not list(other_rows(changes, capacity=200, page_size=7, **sizes)), d
         cache = filled(changes, capacity=200, **sizes)
         assert cache.key_offset.count_nonzero() > d
 
@@ -198,18 +192,14 @@ def test_rows_when_subnormal_numbers_are_flushed(storage):
         torch.set_flush_denormal(False)
 
 
-@parametrize("threads", (1, 2, 5), fast=2)
+@parametrize("count", (1, 2, 5), fast=2)
 @every_storage
-def test_any_number_of_threads(storage, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        changes = appended(torch.bfloat16, 96, 64, rows=1000)
-        sizes = dict(batch=2, heads=3, head_dim=96, value_dim=64, dtype=torch.bfloat16)
-        given = sizes | dict(capacity=3000, page_size=16, storage=STORAGES[storage])
-        assert not list(other_rows(changes, **given))
-    finally:
-        torch.set_num_threads(before)
+def test_any_number_of_threads(storage, count, threads):
+    threads(count)
+    changes = appended(torch.bfloat16, 96, 64, rows=1000)
+    sizes = dict(batch=2, heads=3, head_dim=96, value_dim=64, dtype=torch.bfloat16)
+    given = sizes | dict(capacity=3000, page_size=16, storage=STORAGES[storage])
+    assert not list(other_rows(changes, **given))
 
 
 LAYOUTS = {

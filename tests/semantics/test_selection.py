@@ -10,14 +10,12 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.native import libraries
 from fastattn.selection.highest import highest
-from tests.support.backends import not_interpreted
+from tests.support.backends import not_interpreted, variant, variants
 from tests.support.cases import DTYPES
 from tests.support.marks import parametrize
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
-ISAS = [] if libraries.cpu_unavailable() else libraries.cpu_isas()
 CAUSAL = (False, True, "bottom_right")
 
 
@@ -58,28 +56,22 @@ INDEX = {
 }
 
 
-@parametrize("isa", ISAS, fast=1)
+@parametrize("isa", variants("cpu"), fast=1)
 @parametrize("dtype", DTYPES, fast=2)
 @parametrize("sizes", INDEX, fast=2)
 def test_the_indexer_is_its_dense_form(sizes, dtype, isa):
     H, D, M = INDEX[sizes]
-    before = libraries.cpu_isa()
-    libraries.select_cpu_isa(isa)
-    libraries.poison(True)
-    try:
-        for causal, lengths, count in itertools.product(
-            CAUSAL, (None, torch.tensor([KEYS - 7, 5])), (0, 3, 129, 400)
-        ):
-            q, k = whole(2, H, M, D, dtype=DTYPES[dtype]), whole(2, KEYS, D, dtype=DTYPES[dtype])
-            w = whole(2, H, M, seed=1)
+    q, k = whole(2, H, M, D, dtype=DTYPES[dtype]), whole(2, KEYS, D, dtype=DTYPES[dtype])
+    w = whole(2, H, M, seed=1)
+    products = torch.relu(q.double() @ k.double()[:, None].mT)
+    every_score = (products * w[..., None]).sum(1)
+    cases = itertools.product(CAUSAL, (None, torch.tensor([KEYS - 7, 5])), (0, 3, 129, 400))
+    with variant(isa):
+        for causal, lengths, count in cases:
             found = fastattn.lightning_index(q, k, w, count, causal=causal, key_lengths=lengths)
-            products = torch.relu(q.double() @ k.double()[:, None].mT)
-            scores, _ = hide((products * w[..., None]).sum(1), causal, lengths)
+            scores, _ = hide(every_score, causal, lengths)
             assert found.dtype == torch.int32
             assert torch.equal(found[:, 0], by_sorting(scores, count).int())
-    finally:
-        libraries.select_cpu_isa(before)
-        libraries.poison(False)
 
 
 @pytest.mark.parametrize("layout", ("tokens", "columns first"))
@@ -95,14 +87,11 @@ def test_strides_of_the_indexer(layout):
     assert torch.equal(fastattn.lightning_index(q, k[:, None], w, 17), expected)
 
 
-def test_threads_choose_the_same_keys():
+def test_threads_choose_the_same_keys(threads):
     q, k, w = torch.randn(2, 8, 100, 32), torch.randn(2, 500, 32), torch.rand(2, 8, 100)
     one = fastattn.lightning_index(q, k, w, 40, causal="bottom_right")
-    torch.set_num_threads(3)
-    try:
-        assert torch.equal(one, fastattn.lightning_index(q, k, w, 40, causal="bottom_right"))
-    finally:
-        torch.set_num_threads(1)
+    threads(3)
+    assert torch.equal(one, fastattn.lightning_index(q, k, w, 40, causal="bottom_right"))
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float64"))

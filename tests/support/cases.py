@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.nn import functional as F
 
 import fastattn
 
@@ -167,12 +168,12 @@ FEATURES = (
     Feature("lse_loss", "lse", args=constant(return_lse=True)),
     Feature("no_scale", "scale", args=constant(scale=0.0)),
     Feature("negative_scale", "scale", args=constant(scale=-0.3)),
-    Feature("token_major", "layout", layout="token_major"),
-    Feature("offset_slices", "layout", layout="offset_slices"),
-    Feature("column_major", "layout", layout="column_major"),
+    Feature("token_major", "layout", layout="permuted"),
+    Feature("offset_slices", "layout", layout="offset"),
+    Feature("column_major", "layout", layout="columns"),
     Feature("expanded", "layout", layout="expanded"),
     Feature("expanded_dout", "dout", layout="expanded"),
-    Feature("column_major_dout", "dout", layout="column_major"),
+    Feature("column_major_dout", "dout", layout="columns"),
 )
 PLAIN = ()
 SINGLES = tuple((feature,) for feature in FEATURES)
@@ -187,18 +188,26 @@ def name_of(features):
     return "+".join(f.name for f in features) or "plain"
 
 
-def lay(x, layout):
-    """The values of x (4-D), with the memory layout `layout`."""
-    if layout == "token_major":  # (B,N,H,D), the output layout of projections
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "offset_slices":  # a slice of each row of a fused projection
-        wide = torch.full((*x.shape[:3], x.shape[3] + 5), torch.nan, dtype=x.dtype)
+def laid(x, layout, heads=-3):
+    """The values of x in other memory. "expanded" makes all heads equal. "shifted" and "apart" are
+    contiguous, but for one element before all, or after each item of the third dimension from the
+    end."""
+    if layout == "permuted":  # the output layout of projections
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "offset":  # a slice of each row of a fused projection
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), torch.nan).to(x.dtype)
         wide[..., 3:-2] = x
         return wide[..., 3:-2]
-    if layout == "column_major":  # the last stride is not 1
-        return x.transpose(2, 3).contiguous().transpose(2, 3)
-    if layout == "expanded":  # all heads share the memory of one
-        return x[:, :1].clone().expand_as(x)
+    if layout == "columns":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "expanded":
+        return x.narrow(heads, 0, 1).clone().expand_as(x)
+    if layout == "shifted":
+        return F.pad(x.flatten(), (1, 0))[1:].view(x.shape)
+    if layout == "apart":
+        return F.pad(x.flatten(-2), (0, 1))[..., :-1].unflatten(-1, x.shape[-2:])
+    if layout == "negated":
+        return torch._neg_view(-x)
     return x.contiguous()
 
 
@@ -273,8 +282,8 @@ def build(dims, features, dtype, seed=None):
     if "key_lengths" in kwargs:
         first = kwargs["place"].key if "place" in kwargs else 0
         k, v = (spoil_tail(x, (kwargs["key_lengths"] - first).clamp(min=0)) for x in (k, v))
-    q, k, v = (lay(x, layout) for x in (q, k, v))
-    dout = lay(draft.randn(dims.B, dims.H, dims.M, dims.Dv), dout_layout)
+    q, k, v = (laid(x, layout) for x in (q, k, v))
+    dout = laid(draft.randn(dims.B, dims.H, dims.M, dims.Dv), dout_layout)
     dlse = draft.randn(dims.B, dims.H, dims.M, dtype=draft.exact)
     return Problem(
         name, q, k, v, kwargs, dout, dlse if kwargs.get("return_lse") else None, tuple(needs_grad)
