@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn import KVCache, Place, attention_packed
+from fastattn import KVCache, attention_packed
 from tests.kv_cache.test_cache import DV, HK, B, D, H, Model
 from tests.support.backends import not_interpreted
 from tests.support.marks import parametrize
@@ -121,16 +121,6 @@ def test_autocast_casts_the_inputs():
         with pytest.raises(ValueError, match=r"q.dtype|k.dtype|dtype"):
             cache.attention(q.double())
     assert torch.equal(out, cache.attention(q.float(), mask=mask.float()))
-
-
-def test_rows_end_at_the_last_key_without_causal():
-    cache = KVCache(1, HK, D, capacity=16, page_size=4)
-    k, q = torch.randn(1, HK, 10, D), torch.randn(1, H, 2, D)
-    cache.append(k, k)
-    given = dict(causal=False, window=(1, 0))
-    last = cache.attention(q, place=Place(bottom_right=True), **given)
-    assert torch.equal(last, cache.attention(q, window=(1, None)))
-    assert not torch.equal(last, cache.attention(q, **given))
 
 
 def test_four_bits():

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -151,22 +150,6 @@ def test_batch_and_heads_around_it_do_not_matter(name, dtype, lengths):
                 piece = part(problem, batch, heads).run(fastattn.attention, backend=name)
                 for what, value in piece.items():
                     assert torch.equal(value, whole[what][batch, heads]), (isa, what, batch, heads)
-
-
-@every_backend
-def test_several_python_threads_at_once(name):
-    problems = [
-        build(Dims(1, 2, 1, 60 + 17 * at, 90, 16, 16), EVERYTHING, torch.float32) for at in range(4)
-    ]
-    alone = [x.run(fastattn.attention, backend=name) for x in problems]
-
-    def work(at):
-        for _ in range(15):
-            same(problems[at].run(fastattn.attention, backend=name), alone[at], f"thread {at}")
-        return True
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
 
 
 def in_new_process(code, **environment):

@@ -170,16 +170,6 @@ def test_an_empty_tensor_is_not_an_absent_one():
     refuse(libraries.BACKWARD, "dq", lambda shape: (0, *shape[1:]))
 
 
-def test_a_gradient_may_be_a_sum_over_what_the_mask_repeats():
-    for keep in itertools.product([False, True], repeat=4):
-        leaves = tensors(False)
-        whole = leaves[3].detach()
-        mask = whole[tuple(slice(None if x else 1) for x in keep)].clone().requires_grad_()
-        out, _ = attention(*leaves[:3], mask, leaves[4])
-        (found,) = torch.autograd.grad(out.sum(), mask)
-        assert found.shape == mask.shape
-
-
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_every_instruction_set_refuses(name):
     for isa in variants("cpu", torch.float32):
