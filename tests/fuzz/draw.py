@@ -13,11 +13,11 @@ from tests.support.cases import DTYPES
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129)
 
 
-def size(rng, most=150, least=0):
+def size(rng, most):
     """A length: often small, often at the edge of a block."""
     kind = rng.random()
     if kind < 0.4:
-        return rng.randint(least, 9)
+        return rng.randint(1, 9)
     if kind < 0.7:
         return rng.choice([n for n in EDGES if n <= most] or [most])
     return rng.randint(1, most)
@@ -31,11 +31,11 @@ WIDEST = min(
 )
 
 
-def head_dim(rng, widest=WIDEST):
+def head_dim(rng):
     if rng.random() < 0.6:
         return rng.randint(1, 40)
     some = (48, 64, 72, 80, 96, 127, 128, 129, 160, 192, 256, 512, 576, 1000)
-    return rng.choice([d for d in some if d <= widest])
+    return rng.choice([d for d in some if d <= WIDEST])
 
 
 def row(rng, form, most=150, **fixed):
@@ -45,7 +45,7 @@ def row(rng, form, most=150, **fixed):
     for name in names:
         found[name] = min(found[name], most) if name in "MN" else found[name]
         if rng.random() < 0.5:
-            found[name] = size(rng, most, least=1) if name in "MN" else head_dim(rng)
+            found[name] = size(rng, most) if name in "MN" else head_dim(rng)
     if found.get("qv", "no") != "no":  # keys have the columns of both
         found |= {name: min(found[name], WIDEST // 2) for name in names if name in ("D", "Dv")}
     if "M" in names and "block" not in found and rng.random() < 0.125:  # few rows, many keys

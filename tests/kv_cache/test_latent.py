@@ -29,11 +29,6 @@ def test_values_are_the_first_numbers_of_keys(storage):
     assert cache.nbytes < KVCache(B, 1, D, value_dim=L, **given).nbytes
 
 
-def test_a_deepseek_cache_takes_576_numbers_a_token():
-    cache = KVCache(1, 1, 576, latent=512, capacity=64, dtype=torch.bfloat16)
-    assert cache.nbytes == 64 * 576 * 2
-
-
 @pytest.mark.parametrize("page", (None, 7))
 def test_four_bits(page):
     """Values are the first blocks of keys: what they mean is what `decode` reads."""
