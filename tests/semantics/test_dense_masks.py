@@ -17,10 +17,9 @@ from tests.support.backends import (
     every_backend,
     everywhere,
     looked_at,
+    on_variants,
     passed,
     small,
-    variant,
-    variants,
 )
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import Verdict
@@ -108,12 +107,11 @@ def test_bits_are_those_of_every_number_added(name, pattern, dtype):
     """Outputs and gradients, on every instruction set."""
     declares(name, DTYPES[dtype])
     given = DTYPES[dtype], BESIDE.get(pattern, "")
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa):
-            expected = results(case(pattern, "PLAIN", *given), name)
-            for form in ("bool", "-inf", "finfo.min"):
-                found = results(case(pattern, form, *given), name)
-                assert not (off := same(found, expected)), f"{isa}, {form}: {off}"
+    for isa in on_variants(name, DTYPES[dtype]):
+        expected = results(case(pattern, "PLAIN", *given), name)
+        for form in ("bool", "-inf", "finfo.min"):
+            found = results(case(pattern, form, *given), name)
+            assert not (off := same(found, expected)), f"{isa}, {form}: {off}"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's scores have another unit where nothing is added")
@@ -126,12 +124,11 @@ def test_bits_of_few_rows_are_those_of_every_number_added(name, rows, dtype):
         if pattern == "the last row of none":
             continue  # in PLAIN it is a mean
         given = DTYPES[dtype], others
-        for isa in variants(name, DTYPES[dtype]):
-            with variant(isa):
-                expected = results(few_rows(rows, pattern, "PLAIN", *given), name)
-                for form in ("bool", "-inf", "finfo.min"):
-                    found = results(few_rows(rows, pattern, form, *given), name)
-                    assert not (off := same(found, expected)), f"{isa}, {pattern}, {form}: {off}"
+        for isa in on_variants(name, DTYPES[dtype]):
+            expected = results(few_rows(rows, pattern, "PLAIN", *given), name)
+            for form in ("bool", "-inf", "finfo.min"):
+                found = results(few_rows(rows, pattern, form, *given), name)
+                assert not (off := same(found, expected)), f"{isa}, {pattern}, {form}: {off}"
 
 
 def spoiled(problem, begin, end):
@@ -159,10 +156,9 @@ def test_hidden_keys_of_few_rows_are_not_read(name, rows, form, lies):
             elif lies == "a head's own":
                 mask = mask.expand(1, 4, -1, -1).clone()
             problem.kwargs |= dict(mask=mask, row_invariant=company)
-            for isa in variants(name, dtype):
-                with variant(isa):
-                    expected = results(problem, name)
-                    found = results(spoiled(problem, 512, LONG), name)
+            for isa in on_variants(name, dtype):
+                expected = results(problem, name)
+                found = results(spoiled(problem, 512, LONG), name)
                 assert not (off := same(found, expected)), f"{isa}, {dtype}, {company}: {off}"
 
 
@@ -171,9 +167,8 @@ def test_fully_hidden_rows_with_rows_of_finfo_min(name):
     """What finfo.min hides from a tile is not read for rows of it that -inf hides fully."""
     problem = case("causal", "finfo.min", torch.float32)
     problem.kwargs["mask"][:: small(20, 9)] = -torch.inf
-    for isa in variants(name, torch.float32):
-        with variant(isa):
-            found = results(spoiled(problem, small(256, 64), N), name)
+    for isa in on_variants(name, torch.float32):
+        found = results(spoiled(problem, small(256, 64), N), name)
         # The bits may differ: AMX tiles leave rows to vectors for a NaN that is not hidden by -inf.
         assert not (off := [x for x in found if found[x].isnan().any()]), f"{isa}: {off}"
         assert not found["out"][:, :, :: small(20, 9)].any()
@@ -188,9 +183,8 @@ def test_a_row_of_finfo_min_is_the_mean(name, pattern, threads):
         rows = torch.tensor([5, 6, 7, 8, *range(*small((64, 161), (32, M))), M - 1])
         problem.kwargs["mask"][rows] = torch.finfo(dtype).min
         problem.kwargs["mask"][4] = problem.kwargs["mask"][11] = -torch.inf
-        for isa in variants(name, dtype):
-            with variant(isa):
-                out = results(problem, name)["out"]
+        for isa in on_variants(name, dtype):
+            out = results(problem, name)["out"]
             mean = problem.v.double().mean(2, keepdim=True).expand(1, 2, len(rows), -1)
             assert not out[:, :, [4, 11]].any(), isa
             tolerance = 4 * torch.finfo(dtype).eps
@@ -204,13 +198,12 @@ def test_parts_that_are_skipped_change_no_order(name, pattern, threads):
     """Blocks add to dq in a fixed order: a skipped block passes its turn on."""
     for form in ("-inf", "finfo.min"):
         problem = case(pattern, form, torch.float32)
-        for isa in variants(name, torch.float32):
-            with variant(isa):
-                threads(1)
-                first = results(problem, name)
-                for count in small((2, 3, 7), ()):
-                    threads(count)
-                    assert not same(results(problem, name), first), (isa, count)
+        for isa in on_variants(name, torch.float32):
+            threads(1)
+            first = results(problem, name)
+            for count in small((2, 3, 7), ()):
+                threads(count)
+                assert not same(results(problem, name), first), (isa, count)
 
 
 @every_backend
@@ -225,10 +218,9 @@ def test_nearly_structure(name):
     passed(found)
     spoiled = problem.kwargs["mask"].clone()
     spoiled[M // 2 + 2, N // 2] = torch.nan
-    for isa in variants(name, torch.float32):
-        with variant(isa):
-            clean = results(problem, name)["out"]
-            out = results(replace(problem, kwargs=dict(mask=spoiled)), name)["out"]
+    for isa in on_variants(name, torch.float32):
+        clean = results(problem, name)["out"]
+        out = results(replace(problem, kwargs=dict(mask=spoiled)), name)["out"]
         assert out[:, :, M // 2 + 2].isnan().all(), isa
         out[:, :, M // 2 + 2] = clean[:, :, M // 2 + 2]
         assert torch.equal(out, clean), isa

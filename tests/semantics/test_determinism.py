@@ -16,8 +16,7 @@ from tests.support.backends import (
     every_backend,
     every_dtype,
     not_interpreted,
-    variant,
-    variants,
+    on_variants,
 )
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.marks import parametrize
@@ -58,14 +57,13 @@ def test_threads_and_repeats(name, dtype, shape, kind, threads):
     declares(name, DTYPES[dtype])
     features = EVERYTHING if kind == "everything" else ()
     problem = build(SHAPES[shape], features, DTYPES[dtype])
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa):
-            threads(1)
-            first = problem.run(fastattn.attention, backend=name)
-            for count in (2, 3, 7, 16, 2, 1):
-                threads(count)
-                found = problem.run(fastattn.attention, backend=name)
-                same(found, first, f"{count} threads, {isa}")
+    for isa in on_variants(name, DTYPES[dtype]):
+        threads(1)
+        first = problem.run(fastattn.attention, backend=name)
+        for count in (2, 3, 7, 16, 2, 1):
+            threads(count)
+            found = problem.run(fastattn.attention, backend=name)
+            same(found, first, f"{count} threads, {isa}")
 
 
 @pytest.mark.parametrize("form, row", ROWS)
@@ -138,18 +136,17 @@ def test_batch_and_heads_around_it_do_not_matter(name, dtype, lengths):
         problem.kwargs["key_lengths"] = torch.tensor([170, 0, 85])[torch.arange(len(problem.q)) % 3]
         problem.k.nan_to_num_(0.5), problem.v.nan_to_num_(0.5)
     everything = slice(None)
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa):
-            whole = part(problem, everything, everything).run(fastattn.attention, backend=name)
-            for batch, heads in (
-                (slice(0, 1), everything),
-                (slice(len(problem.q) - 1, None), everything),
-                (slice(1, 3), slice(1, 2)),
-                (slice(0, 1), slice(2, 3)),
-            ):
-                piece = part(problem, batch, heads).run(fastattn.attention, backend=name)
-                for what, value in piece.items():
-                    assert torch.equal(value, whole[what][batch, heads]), (isa, what, batch, heads)
+    for isa in on_variants(name, DTYPES[dtype]):
+        whole = part(problem, everything, everything).run(fastattn.attention, backend=name)
+        for batch, heads in (
+            (slice(0, 1), everything),
+            (slice(len(problem.q) - 1, None), everything),
+            (slice(1, 3), slice(1, 2)),
+            (slice(0, 1), slice(2, 3)),
+        ):
+            piece = part(problem, batch, heads).run(fastattn.attention, backend=name)
+            for what, value in piece.items():
+                assert torch.equal(value, whole[what][batch, heads]), (isa, what, batch, heads)
 
 
 def in_new_process(code, **environment):

@@ -10,7 +10,7 @@ import torch
 
 import fastattn
 from tests.support import naive
-from tests.support.backends import DECLARED, every_backend, not_interpreted, variant, variants
+from tests.support.backends import DECLARED, every_backend, not_interpreted, on_variants
 from tests.support.backends import small as at_most
 from tests.support.cases import DTYPES
 from tests.support.marks import parametrize
@@ -50,9 +50,8 @@ def test_mask_is_philox_forward_and_backward(name, p, dtype):
     dtype, shape = DTYPES[dtype], at_most((2, 3, 131, 205), (2, 2, 37, 39))
     for seed in (SEED, -1, 3):
         want = naive.keep(seed, p, shape)
-        for isa in variants(name, dtype):
-            with variant(isa):
-                forward, backward = revealed(name, seed, shape, p, dtype)
+        for isa in on_variants(name, dtype):
+            forward, backward = revealed(name, seed, shape, p, dtype)
             assert torch.equal(forward, want), isa
             assert torch.equal(backward, want), isa
 
@@ -116,11 +115,8 @@ def test_seed_is_read_when_the_kernel_runs(name):
 @every_backend
 def test_p_of_one_drops_all(name):
     q, k, v = small(grad=True)
-    for isa in variants(name):
-        with variant(isa):
-            out, lse = fastattn.attention(
-                q, k, v, dropout_p=1.0, seed=1, return_lse=True, backend=name
-            )
-            grads = torch.autograd.grad(out.sum(), (q, k, v))
+    for isa in on_variants(name):
+        out, lse = fastattn.attention(q, k, v, dropout_p=1.0, seed=1, return_lse=True, backend=name)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
         assert not out.any() and lse.isfinite().all(), isa
         assert not any(x.any() for x in grads), isa

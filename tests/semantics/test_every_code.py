@@ -6,7 +6,7 @@ import torch
 
 import fastattn
 from fastattn.call.int4 import INT4
-from tests.support.backends import every_dtype, not_interpreted, variant, variants
+from tests.support.backends import every_dtype, not_interpreted, on_variants
 from tests.support.cases import DTYPES
 from tests.support.marks import parametrize
 
@@ -72,8 +72,8 @@ def test_every_code_of_every_column(storage, rows, dtype):
             wide_k, wide_v = wide_k * K_SCALE, wide_v * V_SCALE
         if keys > 1:
             given["mask"] = (torch.arange(keys) == key.T[..., None]).expand(B, H, M, keys)
-        for isa in variants("cpu", dtype):
-            with variant(isa), torch.no_grad():
+        for isa in on_variants("cpu", dtype):
+            with torch.no_grad():
                 out, lse = fastattn.attention_packed(
                     q.repeat(B, 1, 1),
                     *(x.flatten(0, 1)[:, None] for x in (k, v)),

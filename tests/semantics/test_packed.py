@@ -9,7 +9,7 @@ import torch
 import fastattn
 from fastattn import Place
 from fastattn.backends import base
-from tests.support.backends import every_backend, small, variant, variants
+from tests.support.backends import every_backend, on_variants, small
 from tests.support.cases import FEATURE, FEATURES, PLAIN, Dims, build, inside_nan, name_of
 from tests.support.error_budget import Verdict, one_thread
 from tests.support.marks import parametrize
@@ -183,10 +183,9 @@ def everywhere(name, made):
     """Complaints about backend `name` on each of its variants."""
     lines = []
     with one_thread():
-        for isa in variants(name, made.given["q"].dtype):
-            with variant(isa):
-                found = made.run(backend=name)
-                lines += [f"{isa or name}: {line}" for line in complaints(made, found)]
+        for isa in on_variants(name, made.given["q"].dtype):
+            found = made.run(backend=name)
+            lines += [f"{isa or name}: {line}" for line in complaints(made, found)]
     return lines
 
 
@@ -203,15 +202,14 @@ CUT = (
 @parametrize("features", CASES, ids=name_of, fast=19)
 def test_packed_has_the_bits_of_each_alone(name, features, threads):
     made = batch(features, torch.float32)
-    for isa in variants(name):
-        with variant(isa):
-            for n in small((1, 3), (1,)):
-                threads(n)
-                found = made.run(backend=name)
-                for b, problem in enumerate(made.alone):
-                    own = problem.run(fastattn.attention, backend=name)
-                    for what, x in made.of_sequence(found, b).items():
-                        assert torch.equal(x, own[what]), (isa, n, b, what)
+    for isa in on_variants(name):
+        for n in small((1, 3), (1,)):
+            threads(n)
+            found = made.run(backend=name)
+            for b, problem in enumerate(made.alone):
+                own = problem.run(fastattn.attention, backend=name)
+                for what, x in made.of_sequence(found, b).items():
+                    assert torch.equal(x, own[what]), (isa, n, b, what)
 
 
 @every_backend

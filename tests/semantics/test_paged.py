@@ -8,14 +8,7 @@ import fastattn
 from fastattn.backends.native.launcher import prepared
 from fastattn.call.spec import Feature
 from tests.semantics.test_packed import CASES, batch, name_of
-from tests.support.backends import (
-    declares,
-    every_backend,
-    not_interpreted,
-    small,
-    variant,
-    variants,
-)
+from tests.support.backends import declares, every_backend, not_interpreted, on_variants, small
 from tests.support.cases import FEATURE
 from tests.support.marks import parametrize
 
@@ -65,8 +58,8 @@ def test_pages_have_the_bits_of_a_contiguous_cache(name, features):
     declares(name, torch.float32, Feature.PAGED)
     for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
         made = batch(features, dtype)
-        for isa in variants(name, dtype):
-            with variant(isa), torch.no_grad():
+        for isa in on_variants(name, dtype):
+            with torch.no_grad():
                 options = dict(backend=name, return_lse=True)
                 whole = fastattn.attention_packed(**made.given, **options)
                 for page in small(PAGES, PAGES[:1]):

@@ -19,10 +19,9 @@ from tests.support.backends import (
     every_dtype,
     everywhere,
     not_interpreted,
+    on_variants,
     passed,
     small,
-    variant,
-    variants,
 )
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import Verdict
@@ -31,12 +30,6 @@ from tests.support.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # a constant of mmap from Python 3.13 on
-
-
-def on_every_variant(name):
-    for isa in variants(name):
-        with variant(isa):
-            yield isa
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -50,7 +43,7 @@ def test_nan_query_stays_in_its_row(name, dtype):
     declares(name, DTYPES[dtype])
     q, k, v = (randn(1, 2, 70, 16, dtype=DTYPES[dtype], seed=x) for x in range(3))
     for kwargs in ({}, dict(causal=True), dict(softcap=3.0), dict(window=(9, 0))):
-        for isa in on_every_variant(name):
+        for isa in on_variants(name):
             clean = fastattn.attention(q, k, v, **kwargs, backend=name)
             spoiled = q.clone()
             spoiled[0, 1, 37, 5] = torch.nan
@@ -65,11 +58,9 @@ def test_an_infinite_mask_value_stays_in_its_row(name):
     """+inf in a mask gives NaN in that row only, as in torch."""
     q, k, v = (randn(1, 1, 70, 16, seed=x) for x in range(3))
     mask = randn(70, 70)
-    clean = {
-        isa: fastattn.attention(q, k, v, mask=mask, backend=name) for isa in on_every_variant(name)
-    }
+    clean = {isa: fastattn.attention(q, k, v, mask=mask, backend=name) for isa in on_variants(name)}
     mask[20, 33] = torch.inf
-    for isa in on_every_variant(name):
+    for isa in on_variants(name):
         out = fastattn.attention(q, k, v, mask=mask, backend=name)
         assert out[0, 0, 20].isnan().all(), isa
         out[0, 0, 20] = clean[isa][0, 0, 20]
@@ -119,7 +110,7 @@ def test_keys_past_the_end_are_never_read(name, dtype):
         problem.kwargs |= dict(key_lengths=torch.tensor(lengths), causal="bottom_right")
         for b, length in enumerate(lengths):
             problem.k[b, :, length:] = problem.v[b, :, length:] = garbage
-        each = [problem.run(fastattn.attention, backend=name) for _ in on_every_variant(name)]
+        each = [problem.run(fastattn.attention, backend=name) for _ in on_variants(name)]
         results.append(each)
         for one, first in zip(each, results[0], strict=True):
             assert all(torch.equal(one[x], first[x]) for x in first), garbage
@@ -135,7 +126,7 @@ def test_a_bool_mask_hides_a_nan_score(name, dtype, rows):
     declares(name, DTYPES[dtype])
     problem = build(Dims(1, 2, 2, rows, 37, 16, 16), (FEATURE["bool_mask"],), DTYPES[dtype])
     problem.kwargs["mask"][..., 3] = False
-    for isa in on_every_variant(name):
+    for isa in on_variants(name):
         clean = problem.run(fastattn.attention, backward=False, backend=name)["out"]
         k = problem.k.index_fill(2, torch.tensor([3]), torch.nan)
         found = replace(problem, k=k).run(fastattn.attention, backward=False, backend=name)["out"]
@@ -163,7 +154,7 @@ def test_logits_far_from_zero(name, dtype, offset):
     shift = k[0, 0, 0, 0].double()
     want_lse = shift + torch.logsumexp(k[0, 0, :, 1].double(), 0)
     eps = torch.finfo(dtype).eps
-    for isa in on_every_variant(name):
+    for isa in on_variants(name):
         out, lse = fastattn.attention(q, k, v, scale=1.0, return_lse=True, backend=name)
         bound = dict(rtol=0, atol=(2 if dtype == torch.bfloat16 else 32) * eps, msg=str(isa))
         torch.testing.assert_close(out[0, 0].double(), want, **bound)
@@ -179,7 +170,7 @@ def test_half_products_overflow(name):
     k[0, 0, 0] = 60.0  # its product is 230400
     v = randn(1, 1, 70, 64, dtype=torch.float16)
     exact = fastattn.reference.attention(q.double(), k.double(), v.double(), scale=1e-4)
-    for isa in on_every_variant(name):
+    for isa in on_variants(name):
         out = fastattn.attention(q, k, v, scale=1e-4, backend=name)
         torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-3, msg=str(isa))
 
@@ -195,7 +186,7 @@ def test_strides_past_32_bits(name):
     k.copy_(randn(1, heads, n, dim))
     q, mask = randn(1, heads, n, dim, seed=1), flat.as_strided((1, heads, n, n), (0, far, 1, 7))
     want = fastattn.reference.attention(*(x.double() for x in (q, k, k)), mask=mask.double())
-    for isa in on_every_variant(name):
+    for isa in on_variants(name):
         out = fastattn.attention(q, k, k, mask=mask, backend=name)
         torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5, msg=str(isa))
 
@@ -232,7 +223,7 @@ def test_infinite_key_leaves_other_gradients_finite(name, dtype, softcap):
     k, v = (randn(1, 1, 9, 8, dtype=DTYPES[dtype], seed=seed) for seed in (1, 2))
     k[0, 0, 3] = -torch.inf
     leaves = [x.requires_grad_() for x in (k, v, torch.zeros(1, 1, 1, 9, dtype=k.dtype))]
-    for isa in on_every_variant(name):
+    for isa in on_variants(name):
         out = fastattn.attention(q, k, v, mask=leaves[2], softcap=softcap, backend=name)
         grads = torch.autograd.grad(out.sum(), leaves)
         assert all(x.isfinite().all() for x in grads), isa

@@ -24,8 +24,7 @@ from tests.support.backends import (
     every_backend,
     every_dtype,
     not_interpreted,
-    variant,
-    variants,
+    on_variants,
 )
 from tests.support.cases import DTYPES, FEATURE, PLAIN
 
@@ -138,9 +137,8 @@ def test_huge_and_tiny_scales(name, sizes, dtype, storage):
     paged = in_pages(made, 48) | dict(max_k=200)
     decoded = name == "cpu" and sizes[0][0] == 1 and dtype != "float64"  # without rounding
     wide, moved = exact(stored), (0, score_error(stored))  # of outputs, and of the LSE
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa):
-            found, of_pages, rounded = (run(given, name) for given in (stored, paged, plain))
+    for isa in on_variants(name, DTYPES[dtype]):
+        found, of_pages, rounded = (run(given, name) for given in (stored, paged, plain))
         assert all(map(equal, found, of_pages)), isa
         if decoded:
             for results in zip(found, rounded, wide, moved, strict=True):
@@ -203,20 +201,19 @@ def test_a_nan_of_float8_among_numbers(name, d):
         made = batch(features, torch.float32, ((1, 70), (40, 70)), d)
         stored, _ = kept(made, torch.float8_e4m3fn)
         heads = stored["q"].shape[1] // stored["k"].shape[1]  # that see the first key head
-        for isa in variants(name, torch.float32):
-            with variant(isa):
-                clean, _ = run(stored, name)
-                for pattern, key, column in ((127, 3, 0), (255, 37, d - 1), (127, 69, d // 2)):
-                    changed = {x: stored[x].clone() for x in "kv"}
-                    for x in changed.values():
-                        x.view(torch.uint8)[[key, 70 + key], 0, column] = pattern
-                    found, _ = run(stored | dict(v=changed["v"]), name)
-                    assert found[:, :heads, column].isnan().all(), isa
-                    found[:, :heads, column] = clean[:, :heads, column]
-                    torch.testing.assert_close(found, clean)
-                    found, _ = run(stored | dict(k=changed["k"]), name)
-                    assert found[:, :heads].isnan().all(), isa
-                    torch.testing.assert_close(found[:, heads:], clean[:, heads:])
+        for isa in on_variants(name, torch.float32):
+            clean, _ = run(stored, name)
+            for pattern, key, column in ((127, 3, 0), (255, 37, d - 1), (127, 69, d // 2)):
+                changed = {x: stored[x].clone() for x in "kv"}
+                for x in changed.values():
+                    x.view(torch.uint8)[[key, 70 + key], 0, column] = pattern
+                found, _ = run(stored | dict(v=changed["v"]), name)
+                assert found[:, :heads, column].isnan().all(), isa
+                found[:, :heads, column] = clean[:, :heads, column]
+                torch.testing.assert_close(found, clean)
+                found, _ = run(stored | dict(k=changed["k"]), name)
+                assert found[:, :heads].isnan().all(), isa
+                torch.testing.assert_close(found[:, heads:], clean[:, heads:])
 
 
 @every_backend
@@ -238,10 +235,9 @@ def test_factors_leave_the_range_of_float32_only_with_the_score(
     given |= dict(cu_q=torch.tensor([0, 1]), cu_k=torch.tensor([0, 20]))
     given |= dict(k_scale=torch.full((20, 1), k_scale), v_scale=torch.ones(20, 1))
     _, wide = exact(given)
-    for isa in variants(name, torch.bfloat16):
-        with variant(isa):
-            _, lse = run(given, name)
-            torch.testing.assert_close(lse.double(), wide, rtol=1e-3, atol=1e-3)
+    for _ in on_variants(name, torch.bfloat16):
+        _, lse = run(given, name)
+        torch.testing.assert_close(lse.double(), wide, rtol=1e-3, atol=1e-3)
 
 
 # Relative errors of outputs for a cache of normal data, (typical, worst), as `KVCache` documents.
@@ -307,11 +303,10 @@ def test_row_invariant(name):
         made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), dtype, ((40, 200),), 64)
         made.given["row_invariant"] = True
         stored, _ = kept(made, "int4")
-        for isa in variants(name, dtype):
-            with variant(isa):
-                many, _ = run(stored, name)
-                last, _ = run(stored | dict(q=stored["q"][-3:], cu_q=torch.tensor([0, 3])), name)
-                assert torch.equal(many[-3:], last), (isa, dtype)
+        for isa in on_variants(name, dtype):
+            many, _ = run(stored, name)
+            last, _ = run(stored | dict(q=stored["q"][-3:], cu_q=torch.tensor([0, 3])), name)
+            assert torch.equal(many[-3:], last), (isa, dtype)
 
 
 @every_backend
@@ -324,17 +319,16 @@ def test_a_block_of_nan(name):
         expected, _ = run(stored, name)
         values = stored["v"].clone()
         values[33, 1, 36:38] = values[33, 0, 36:38] | 255  # the scale of a head's second block
-        for isa in variants(name, torch.float32):
-            with variant(isa):
-                found, _ = run(stored | dict(v=values), name)
-                assert found[:rows, 1, 32:].isnan().all(), isa
-                found[:rows, 1, 32:] = expected[:rows, 1, 32:]
-                torch.testing.assert_close(found, expected)
-                keys = stored["k"].clone()
-                keys[33, 1, 16:18] = 255
-                found, _ = run(stored | dict(k=keys), name)
-                assert found[:rows, 1].isnan().all() and not found[:rows, 0].isnan().any(), isa
-                assert not found[rows:].isnan().any(), isa
+        for isa in on_variants(name, torch.float32):
+            found, _ = run(stored | dict(v=values), name)
+            assert found[:rows, 1, 32:].isnan().all(), isa
+            found[:rows, 1, 32:] = expected[:rows, 1, 32:]
+            torch.testing.assert_close(found, expected)
+            keys = stored["k"].clone()
+            keys[33, 1, 16:18] = 255
+            found, _ = run(stored | dict(k=keys), name)
+            assert found[:rows, 1].isnan().all() and not found[:rows, 0].isnan().any(), isa
+            assert not found[rows:].isnan().any(), isa
 
 
 @every_backend
@@ -346,10 +340,9 @@ def test_rows_of_no_number(name, d, dv):
         made = batch(PLAIN, torch.float32, sizes, 32)
         made.given |= {x: made.given[x][..., : dv if x == "v" else d] for x in "qkv"}
         stored, plain = kept(made, "int4")
-        for isa in variants(name, torch.float32):
-            with variant(isa):
-                for x, y in zip(run(stored, name), run(plain, "reference"), strict=True):
-                    torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+        for _ in on_variants(name, torch.float32):
+            for x, y in zip(run(stored, name), run(plain, "reference"), strict=True):
+                torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------- torch; what is wrong

@@ -24,10 +24,9 @@ from tests.support.backends import (
     every_backend,
     every_dtype,
     not_interpreted,
+    on_variants,
     passed,
     small,
-    variant,
-    variants,
 )
 from tests.support.cases import DTYPES, FEATURE, PLAIN, Dims, build, square
 from tests.support.marks import parametrize
@@ -63,11 +62,10 @@ def everywhere(name, problem, only=None):
     """Complaints about a backend on each of its variants, with and without forward's results."""
     given = directions(problem, only)
     wanted = exact(problem, *given)
-    for isa in variants(name, problem.q.dtype):
-        with variant(isa):
-            for known in (True, False):
-                lines = complaints(name, problem, wanted, given, known=known)
-                yield from (f"{isa or ''} {line}" for line in lines)
+    for isa in on_variants(name, problem.q.dtype):
+        for known in (True, False):
+            lines = complaints(name, problem, wanted, given, known=known)
+            yield from (f"{isa or ''} {line}" for line in lines)
 
 
 def agree(found, expected, tolerance=1e-5):
@@ -106,17 +104,16 @@ EVERYTHING = tuple(
 def test_an_absent_tangent_is_zero(name, only):
     declares(name, torch.float32, Feature.TANGENTS)
     problem = build(square(2, 2, 19, 8), EVERYTHING, torch.float32)
-    for isa in variants(name):
-        with variant(isa):
-            moves, dout_t, dlse_t = directions(problem)
-            zeros = {x: y if x in only else torch.zeros_like(y) for x, y in moves.items()}
-            kept = {x: moves[x] for x in only}
-            full = passes(name, problem, zeros, dout_t, dlse_t)
-            agree(passes(name, problem, kept, dout_t, dlse_t), full)
-            agree(
-                passes(name, problem, kept, None, None),
-                passes(name, problem, zeros, torch.zeros_like(dout_t), torch.zeros_like(dlse_t)),
-            )
+    for _ in on_variants(name):
+        moves, dout_t, dlse_t = directions(problem)
+        zeros = {x: y if x in only else torch.zeros_like(y) for x, y in moves.items()}
+        kept = {x: moves[x] for x in only}
+        full = passes(name, problem, zeros, dout_t, dlse_t)
+        agree(passes(name, problem, kept, dout_t, dlse_t), full)
+        agree(
+            passes(name, problem, kept, None, None),
+            passes(name, problem, zeros, torch.zeros_like(dout_t), torch.zeros_like(dlse_t)),
+        )
     passed(list(everywhere(name, problem, only)))
 
 
@@ -127,14 +124,13 @@ def test_threads_change_no_bit(name, threads):
     for dims in (Dims(1, 4, 2, 517, 517, 24, 24), Dims(2, 6, 2, 130, 201, 16, 40)):
         problem = build(dims, EVERYTHING, torch.float32)
         given = directions(problem)
-        for isa in variants(name):
-            with variant(isa):
-                threads(1)
-                first = passes(name, problem, *given)
-                for count in (3, 2):
-                    threads(count)
-                    found = passes(name, problem, *given)
-                    assert all(torch.equal(found[x], y) for x, y in first.items()), isa
+        for isa in on_variants(name):
+            threads(1)
+            first = passes(name, problem, *given)
+            for count in (3, 2):
+                threads(count)
+                found = passes(name, problem, *given)
+                assert all(torch.equal(found[x], y) for x, y in first.items()), isa
 
 
 def call(problem):
@@ -176,19 +172,16 @@ def test_packed(name, features):
     dlse = like(dout[..., 0])
     grads = dout, dlse, like(dout), like(dlse)
     run = base.get(name)
-    for isa in variants(name):
-        with variant(isa):
-            before = run.forward(spec, t)
-            outs = run.jvp(spec, t, moves, before)
-            alone = per_sequence.jvp_in_turn(run, spec, t, moves, before)
-            assert all(map(torch.equal, outs[2:], alone[2:]))
-            found = run.second(spec, t, moves, outs, grads, made.needs_grad)
-            expected = per_sequence.second_in_turn(
-                run, spec, t, moves, outs, grads, made.needs_grad
-            )
-            agree(found, {x: y.to(found[x].dtype) for x, y in expected.items()})
-            for x in "qkv":
-                assert torch.equal(found[x], expected[x].to(found[x].dtype)), x
+    for _ in on_variants(name):
+        before = run.forward(spec, t)
+        outs = run.jvp(spec, t, moves, before)
+        alone = per_sequence.jvp_in_turn(run, spec, t, moves, before)
+        assert all(map(torch.equal, outs[2:], alone[2:]))
+        found = run.second(spec, t, moves, outs, grads, made.needs_grad)
+        expected = per_sequence.second_in_turn(run, spec, t, moves, outs, grads, made.needs_grad)
+        agree(found, {x: y.to(found[x].dtype) for x, y in expected.items()})
+        for x in "qkv":
+            assert torch.equal(found[x], expected[x].to(found[x].dtype)), x
 
 
 # ------------------------------------------------------------------------------------ hard values
@@ -220,15 +213,14 @@ def test_huge_logits(name, dtype, size):
         )
         size = 2.0 ** round(math.log2(size))
     problem.q = problem.q * (size if dtype != "float16" else min(size, 1e4))
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa):
-            rows, total, found = probability_sums(name, problem)
-            assert all(x.isfinite().all() for x in found.values())
-            eps = torch.finfo(DTYPES[dtype]).eps
-            # Triton's normaliser is in base 2: at 1e9 its two numbers resolve 1e-6 of a logit.
-            room = 16 if name == "triton" and size > 1e6 else 8
-            assert (rows - 1).abs().max() <= room * eps, isa
-            assert abs(total.item() - 40) <= 200 * eps, isa
+    for isa in on_variants(name, DTYPES[dtype]):
+        rows, total, found = probability_sums(name, problem)
+        assert all(x.isfinite().all() for x in found.values())
+        eps = torch.finfo(DTYPES[dtype]).eps
+        # Triton's normaliser is in base 2: at 1e9 its two numbers resolve 1e-6 of a logit.
+        room = 16 if name == "triton" and size > 1e6 else 8
+        assert (rows - 1).abs().max() <= room * eps, isa
+        assert abs(total.item() - 40) <= 200 * eps, isa
 
 
 @every_dtype
@@ -238,13 +230,12 @@ def test_a_saturated_softcap_has_zero_tangent(name, dtype):
     problem = build(SHAPE, (FEATURE["softcap"],), DTYPES[dtype])
     problem.q = problem.q.sign() * 3e3
     problem.k = problem.k.sign()
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa):
-            moves, dout_t, _ = directions(problem, ("q", "k"))
-            found = passes(name, problem, moves, dout_t, None)
-            assert not found["out_t"].any() and not found["lse_t"].any(), isa
-            assert not found["dq_t"].any() and not found["dk_t"].any(), isa
-            assert found["dv_t"].isfinite().all(), isa
+    for isa in on_variants(name, DTYPES[dtype]):
+        moves, dout_t, _ = directions(problem, ("q", "k"))
+        found = passes(name, problem, moves, dout_t, None)
+        assert not found["out_t"].any() and not found["lse_t"].any(), isa
+        assert not found["dq_t"].any() and not found["dk_t"].any(), isa
+        assert found["dv_t"].isfinite().all(), isa
 
 
 @every_dtype
@@ -257,16 +248,15 @@ def test_rows_without_visible_keys_have_zero_tangent(name, dtype):
         problem.kwargs["mask"][:, :, 3:9] = -torch.inf
         moves, *incoming = directions(problem)
         hidden = problem.kwargs["mask"] == -torch.inf
-        for isa in variants(name, DTYPES[dtype]):
-            with variant(isa):
-                found = {}
-                for value in (0.0, torch.nan, torch.inf):
-                    moves["mask"] = moves["mask"].masked_fill(hidden, value)
-                    found[value] = passes(name, problem, moves, *incoming)
-                    assert all(map(torch.equal, found[value].values(), found[0.0].values())), isa
-                for what in ("out_t", "lse_t", "dq_t", "dmask_t"):
-                    assert not found[0.0][what][:, :, 3:9].any(), (what, isa)
-                assert not found[0.0]["dmask_t"][hidden].any(), isa
+        for isa in on_variants(name, DTYPES[dtype]):
+            found = {}
+            for value in (0.0, torch.nan, torch.inf):
+                moves["mask"] = moves["mask"].masked_fill(hidden, value)
+                found[value] = passes(name, problem, moves, *incoming)
+                assert all(map(torch.equal, found[value].values(), found[0.0].values())), isa
+            for what in ("out_t", "lse_t", "dq_t", "dmask_t"):
+                assert not found[0.0][what][:, :, 3:9].any(), (what, isa)
+            assert not found[0.0]["dmask_t"][hidden].any(), isa
 
 
 @every_backend
@@ -277,8 +267,7 @@ def test_masks_of_finfo_min(name):
     mask = torch.zeros(150, 200)
     mask[:, 60:] = mask[70:75] = torch.finfo(torch.float32).min
     problem.kwargs["mask"] = mask
-    for isa in variants(name):
-        with variant(isa):
-            rows, total, found = probability_sums(name, problem)
-            assert (rows - 1).abs().max() <= 1e-5 and abs(total.item() - 150) <= 1e-3, isa
-            assert not found["v"][:, :, 60:].sum() > 5, isa
+    for isa in on_variants(name):
+        rows, total, found = probability_sums(name, problem)
+        assert (rows - 1).abs().max() <= 1e-5 and abs(total.item() - 150) <= 1e-3, isa
+        assert not found["v"][:, :, 60:].sum() > 5, isa

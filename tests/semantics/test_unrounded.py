@@ -12,7 +12,7 @@ from fastattn.call.spec import DIFFERENTIABLE, Feature, Tangents, acc_dtype
 from fastattn.call.validation import describe
 from fastattn.dispatch import run_pass
 from fastattn.dispatch.operation import ATTENTION, BACKWARD, FORWARD, JVP, WEIGHTS
-from tests.support.backends import declares, every_backend, not_interpreted, variant, variants
+from tests.support.backends import declares, every_backend, not_interpreted, on_variants
 from tests.support.cases import DTYPES, FEATURE, SHAPES, Dims, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,9 +50,8 @@ def run(problem, name, acc_dtype_out):
 def test_rounded_they_are_the_plain_ones(name, dtype, names, dims):
     declares(name, DTYPES[dtype], Feature.UNROUNDED)
     problem = build(dims, [FEATURE[x] for x in names.split()], DTYPES[dtype])
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa):
-            holds(problem, name)
+    for _ in on_variants(name, DTYPES[dtype]):
+        holds(problem, name)
 
 
 @not_interpreted
@@ -76,21 +75,20 @@ def test_a_wide_out_and_dout_are_taken(name):
     declares(name, torch.bfloat16, Feature.UNROUNDED)
     t, o = api.prepare(problem.q, problem.k, problem.v, dict(backend=name))
     o = o._replace(acc_dtype_out=True, grad=True)
-    for isa in variants(name, torch.bfloat16):
-        with variant(isa):
-            outs = run_pass.run(FORWARD, ATTENTION, t, o)
-            each = [
-                run_pass.run(BACKWARD, ATTENTION, t, o, ((dout, None), outs), ["q", "k", "v"])
-                for dout in (problem.dout, problem.dout.float())
-            ]
-            assert all(torch.equal(x, y) for x, y in zip(*each))
-            # With a gradient of the LSE alone.
-            dlse = torch.ones_like(outs[1])
-            found = run_pass.run(BACKWARD, ATTENTION, t, o, ((None, dlse), outs), ["v"])
-            assert not found[0].any()
-            groups = (None, None), outs
-            zeros = run_pass.run(BACKWARD, ATTENTION, t, o, groups, ["q"])
-            assert zeros[0].dtype == found[0].dtype
+    for _ in on_variants(name, torch.bfloat16):
+        outs = run_pass.run(FORWARD, ATTENTION, t, o)
+        each = [
+            run_pass.run(BACKWARD, ATTENTION, t, o, ((dout, None), outs), ["q", "k", "v"])
+            for dout in (problem.dout, problem.dout.float())
+        ]
+        assert all(torch.equal(x, y) for x, y in zip(*each))
+        # With a gradient of the LSE alone.
+        dlse = torch.ones_like(outs[1])
+        found = run_pass.run(BACKWARD, ATTENTION, t, o, ((None, dlse), outs), ["v"])
+        assert not found[0].any()
+        groups = (None, None), outs
+        zeros = run_pass.run(BACKWARD, ATTENTION, t, o, groups, ["q"])
+        assert zeros[0].dtype == found[0].dtype
 
 
 @not_interpreted

@@ -14,11 +14,10 @@ from tests.support.backends import (
     declares,
     every_backend,
     not_interpreted,
+    on_variants,
     passed,
     small,
     thinned,
-    variant,
-    variants,
 )
 from tests.support.cases import DTYPES
 from tests.support.marks import parametrize
@@ -31,10 +30,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_each_draws_as_it_does_alone(name, way, dtype):
     """In decode, too: with one row."""
     declares(name, DTYPES[dtype])
-    for isa in variants(name, DTYPES[dtype]):
-        with variant(isa):
-            for rows in (1, vmap_dropout.M):
-                assert vmap_dropout.draws_alike(name, way, DTYPES[dtype], rows), isa
+    for isa in on_variants(name, DTYPES[dtype]):
+        for rows in (1, vmap_dropout.M):
+            assert vmap_dropout.draws_alike(name, way, DTYPES[dtype], rows), isa
 
 
 MIXED = ("items heads", "heads items")
@@ -48,9 +46,8 @@ def test_one_call_is_each_of_them(name, which, way):
         pytest.skip(f"{name} has no {which}")
     wide = torch.float32 in base.get(name).support.dtypes
     dtype = torch.float32 if wide else torch.bfloat16
-    for isa in variants(name, dtype):
-        with variant(isa):
-            passed(list(vmap_dropout.complaints(name, dtype, [way], [which])))
+    for _ in on_variants(name, dtype):
+        passed(list(vmap_dropout.complaints(name, dtype, [way], [which])))
 
 
 @not_interpreted

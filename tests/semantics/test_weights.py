@@ -13,15 +13,7 @@ import torch
 import fastattn
 from fastattn.call.spec import Feature
 from tests.features import calls, factors
-from tests.support.backends import (
-    declares,
-    every_backend,
-    passed,
-    small,
-    thinned,
-    variant,
-    variants,
-)
+from tests.support.backends import declares, every_backend, on_variants, passed, small, thinned
 from tests.support.cases import DTYPES, FEATURES, PLAIN, build, name_of, square
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
@@ -82,9 +74,8 @@ def about_weights(name, problem, average):
     problem = with_identity(problem, average)
     verdict = (Averaged if average else Verdict)(problem)
     found = []
-    for isa in variants(name, problem.q.dtype):
-        with variant(isa):
-            got = ask(problem, name, average)
+    for isa in on_variants(name, problem.q.dtype):
+        got = ask(problem, name, average)
         found += [f"{problem.name} {isa or ''}: {line}" for line in verdict.about(got)]
     return found
 
@@ -124,9 +115,8 @@ def test_a_given_lse_is_a_constant(name, features, mean):
     problem = with_identity(build(square(2, 2, 35, 17), features, torch.float32), average)
     verdict, lse = of_constant_lse(problem, average)
     found = []
-    for isa in variants(name, problem.q.dtype):
-        with variant(isa):
-            got = ask(problem, name, average, lse=lse)
+    for isa in on_variants(name, problem.q.dtype):
+        got = ask(problem, name, average, lse=lse)
         if "sinks" in problem.needs_grad:
             assert not got.pop("dsinks").any(), isa  # sinks affect the normaliser only
         found += [f"{problem.name} {isa or ''}: {line}" for line in verdict.about(got)]

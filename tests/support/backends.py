@@ -87,6 +87,13 @@ def variant(isa):
         libraries.select_cpu_isa(before)
 
 
+def on_variants(name, dtype=None):
+    """Each of the variants of backend `name`, while calls run on it."""
+    for isa in variants(name, dtype):
+        with variant(isa):
+            yield isa
+
+
 @contextmanager
 def looked_at():
     """Make Triton inspect dense masks of any size for structure before it uses them."""
@@ -101,9 +108,8 @@ def looked_at():
 def everywhere(name, verdict, tag=""):
     """Complaints about backend `name` on each of its variants."""
     found = []
-    for isa in variants(name, verdict.problem.q.dtype):
-        with variant(isa):
-            lines = verdict.complaints(fastattn.attention, backend=name)
+    for isa in on_variants(name, verdict.problem.q.dtype):
+        lines = verdict.complaints(fastattn.attention, backend=name)
         where = " ".join(x for x in (verdict.problem.name, isa, tag) if x)
         found += [f"{where}: {line}" for line in lines]
     return found
