@@ -11,7 +11,7 @@ from fastattn.backends.native import libraries
 from tests.semantics.test_packed import batch
 from tests.semantics.test_storage import STORAGES, exact, kept, run, score_error
 from tests.support import kernel_builds
-from tests.support.backends import of_cpu_blocks, variant, variants
+from tests.support.backends import of_cpu_blocks, on_variants
 from tests.support.cases import FEATURE, PLAIN
 from tests.support.checkout import ROOT
 from tests.support.kernel_builds import AMX_FLAGS as AVX512
@@ -22,9 +22,10 @@ halves = pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=s
 KEYS_AT_ONCE = 16  # their P has one unit
 
 
-def of_vectors(dtype):
-    """The instruction sets that decode so: tiles of AMX multiply rounded rows of bfloat16."""
-    return [isa for isa in variants("cpu", dtype) if not isa.startswith("amx")]
+def on_vectors(dtype):
+    """Each instruction set that decodes so, while calls run on it: tiles of AMX multiply rounded
+    rows of bfloat16."""
+    return (isa for isa in on_variants("cpu", dtype) if not isa.startswith("amx"))
 
 
 def stored_in_int8(dtype, sizes, d):
@@ -62,10 +63,9 @@ def test_scores_of_queries_with_a_large_column(storage, dtype, size):
                 scales = rows[..., 16:18].clone().view(torch.bfloat16).double()
                 step = made.given["q"].abs().max().double() / 32767
                 off = made.given["scale"] * step / 2 * (scales * 15 * 32).sum(-2).max()
-            for isa in of_vectors(dtype) if storage == "int8" else variants("cpu", dtype):
-                with variant(isa):
-                    _, lse = run(made.given, "cpu")
-                    assert (lse.double() - wide).abs().max() <= off + 1e-5 * wide.abs().max(), isa
+            for isa in on_vectors(dtype) if storage == "int8" else on_variants("cpu", dtype):
+                _, lse = run(made.given, "cpu")
+                assert (lse.double() - wide).abs().max() <= off + 1e-5 * wide.abs().max(), isa
 
 
 @halves
@@ -81,11 +81,10 @@ def test_outputs_of_values_of_very_different_sizes(dtype):
         blocks = torch.arange(keys) // KEYS_AT_ONCE
         unit = torch.stack([given["v_scale"][blocks == b].max() for b in blocks]) / 32767
         moved = (unit[:, None, None] / 2 * given["v"].double().abs()).sum(0) / keys
-        for isa in of_vectors(dtype):
-            with variant(isa):
-                found, _ = run(given, "cpu")
-                bound = moved + torch.finfo(dtype).eps * wide.abs() + 1e-6 * wide.abs().max()
-                assert ((found.double() - wide).abs() <= bound).all(), isa
+        for isa in on_vectors(dtype):
+            found, _ = run(given, "cpu")
+            bound = moved + torch.finfo(dtype).eps * wide.abs() + 1e-6 * wide.abs().max()
+            assert ((found.double() - wide).abs() <= bound).all(), isa
 
 
 @halves
@@ -95,32 +94,31 @@ def test_rows_that_have_no_integers(dtype):
     tiny, huge = torch.finfo(dtype).tiny, min(1e30, torch.finfo(dtype).max)
     for rows in (1, 2):
         given = stored_in_int8(dtype, ((rows, 150),), 64)
-        for isa in of_vectors(dtype):
-            with variant(isa):
-                clean = run(given, "cpu")
-                for bad in (torch.nan, torch.inf, -torch.inf, 0.0, tiny, huge):
-                    q = given["q"].clone()
-                    q[0, 1] = bad
-                    other = given | dict(q=q)
-                    found, wide = run(other, "cpu"), exact(other)
-                    others = torch.ones(q.shape[:2], dtype=torch.bool)
-                    others[0, 1] = False
-                    for x, y, z in zip(found, clean, wide, strict=True):
-                        assert torch.equal(x[others], y[others]), (isa, bad)
-                        if abs(bad) < torch.inf:  # (where all scores are one that is infinite)
-                            close = dict(rtol=2.0**-7, atol=2.0**-7)
-                            torch.testing.assert_close(x[0, 1].double(), z[0, 1], **close)
-                for bad in (torch.nan, torch.inf, 1e-30):
-                    scales = given["v_scale"].clone()
-                    scales[33, 0] = bad
-                    other = given | dict(v_scale=scales)
-                    x, y = run(other, "cpu")[0], exact(other)[0].to(dtype)
-                    assert torch.equal(x.isfinite(), y.isfinite()), (isa, bad)
-                    torch.testing.assert_close(x, y, rtol=0.02, atol=0.02, equal_nan=True)
-                if dtype == torch.bfloat16:  # float16 has no such outputs
-                    other = given | dict(v_scale=given["v_scale"] * 1e-30)
-                    x, y = run(other, "cpu")[0].double(), exact(other)[0]
-                    torch.testing.assert_close(x, y, rtol=0.02, atol=0.01 * y.abs().max().item())
+        for isa in on_vectors(dtype):
+            clean = run(given, "cpu")
+            for bad in (torch.nan, torch.inf, -torch.inf, 0.0, tiny, huge):
+                q = given["q"].clone()
+                q[0, 1] = bad
+                other = given | dict(q=q)
+                found, wide = run(other, "cpu"), exact(other)
+                others = torch.ones(q.shape[:2], dtype=torch.bool)
+                others[0, 1] = False
+                for x, y, z in zip(found, clean, wide, strict=True):
+                    assert torch.equal(x[others], y[others]), (isa, bad)
+                    if abs(bad) < torch.inf:  # (where all scores are one that is infinite)
+                        close = dict(rtol=2.0**-7, atol=2.0**-7)
+                        torch.testing.assert_close(x[0, 1].double(), z[0, 1], **close)
+            for bad in (torch.nan, torch.inf, 1e-30):
+                scales = given["v_scale"].clone()
+                scales[33, 0] = bad
+                other = given | dict(v_scale=scales)
+                x, y = run(other, "cpu")[0], exact(other)[0].to(dtype)
+                assert torch.equal(x.isfinite(), y.isfinite()), (isa, bad)
+                torch.testing.assert_close(x, y, rtol=0.02, atol=0.02, equal_nan=True)
+            if dtype == torch.bfloat16:  # float16 has no such outputs
+                other = given | dict(v_scale=given["v_scale"] * 1e-30)
+                x, y = run(other, "cpu")[0].double(), exact(other)[0]
+                torch.testing.assert_close(x, y, rtol=0.02, atol=0.01 * y.abs().max().item())
 
 
 @halves
@@ -128,13 +126,12 @@ def test_a_head_alone_has_the_bits_that_it_has_among_others(dtype):
     """Four rows are multiplied at once, and what remains row by row."""
     given = stored_in_int8(dtype, ((1, 700),), 128)
     q = torch.cat([given["q"] * x for x in (1, 2, 0.5)], 1)[:, :6]
-    for isa in of_vectors(dtype):
-        with variant(isa):
-            among = run(given | dict(q=q), "cpu")
-            for h in range(q.shape[1]):
-                alone = run(given | dict(q=q[:, h : h + 1]), "cpu")
-                for x, y in zip(among, alone, strict=True):
-                    assert torch.equal(x[:, h : h + 1], y), (isa, h)
+    for isa in on_vectors(dtype):
+        among = run(given | dict(q=q), "cpu")
+        for h in range(q.shape[1]):
+            alone = run(given | dict(q=q[:, h : h + 1]), "cpu")
+            for x, y in zip(among, alone, strict=True):
+                assert torch.equal(x[:, h : h + 1], y), (isa, h)
 
 
 VNNI = '__builtin_cpu_supports("avx512vnni")'

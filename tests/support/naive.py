@@ -1,9 +1,8 @@
 """A second attention, more naive than the oracle, by which the oracle itself is judged.
 
-`keep` is Philox in numpy integers. `loops` is Python scalars, one query and one key at a time.
-`baseline` is torch in the inputs' own dtype throughout: every intermediate is rounded to it, as in
-an implementation without a fused kernel, so its error is the yardstick for a kernel's. Nothing here
-shares code with `fastattn.reference`.
+`keep` is Philox in numpy integers. `baseline` is torch in the inputs' own dtype throughout: every
+intermediate is rounded to it, as in an implementation without a fused kernel, so its error is the
+yardstick for a kernel's. Nothing here shares code with `fastattn.reference`.
 """
 
 import math
