@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import fastattn
-from tests.support.backends import variant, variants
+from tests.support.backends import on_variants, variant, variants
 
-ISAS = variants("cpu")
 # Sizes of scores that give exponentials below the smallest normal number.
 PEAK = {torch.float32: 30, torch.float64: 300, torch.bfloat16: 30}
 
@@ -54,10 +53,9 @@ def features(dtype, m, n=300):
 @pytest.mark.parametrize("dtype", PEAK, ids=lambda x: str(x)[6:])
 def test_probabilities_are_zero_or_normal(dtype, m, feature):
     arguments = features(dtype, m)[feature]
-    for isa in ISAS:
+    for isa in on_variants("cpu"):
         q, k, _ = peaked(dtype, m)
-        with variant(isa):
-            weights = fastattn.attention_weights(q, k, **arguments, backend="cpu")
+        weights = fastattn.attention_weights(q, k, **arguments, backend="cpu")
         assert not subnormal(weights), isa
         assert (weights == 0).any() and (weights > 0).any(), isa
 
@@ -69,18 +67,17 @@ def test_gradients_of_scores_are_zero_or_normal(dtype, feature):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     arguments = features(dtype, m)[feature]
     given = arguments.pop("mask", torch.zeros(())).to(wide)
-    for isa in ISAS:
+    for isa in on_variants("cpu"):
         q, k, v = peaked(dtype, m)
         mask = given.expand(1, 2, m, n).clone().requires_grad_()
-        with variant(isa):
-            out = fastattn.attention(q, k, v, mask=mask, **arguments, backend="cpu")
-            (ds,) = torch.autograd.grad(out, mask, randn(*out.shape, dtype=dtype))
+        out = fastattn.attention(q, k, v, mask=mask, **arguments, backend="cpu")
+        (ds,) = torch.autograd.grad(out, mask, randn(*out.shape, dtype=dtype))
         assert not subnormal(ds), isa
         assert ds.any(), isa
 
 
 @pytest.mark.parametrize("m", [1, 70])
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", variants("cpu"))
 def test_tiny_values_have_their_mean(isa, m):
     """2e-38 is a normal number, though most of the terms that add up to it are subnormal."""
     q, k = (randn(1, 2, rows, 32, dtype=torch.float32) for rows in (m, 300))
