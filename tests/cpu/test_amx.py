@@ -15,11 +15,12 @@ TILED = (
     [] if libraries.cpu_unavailable() else [x for x in libraries.cpu_isas() if x.startswith("amx_")]
 )
 needs_tiles = pytest.mark.skipif(not TILED, reason="neither AMX nor its model is here")
-pytestmark = [
+on_tiles = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
     needs_tiles,
 ]
+pytestmark = on_tiles
 every_tiled = pytest.mark.parametrize("isa", TILED)
 HARNESS = ROOT / "tests" / "cpu" / "amx_tiles.cpp"
 needs_chip = pytest.mark.skipif("amx_bf16" not in TILED, reason="no AMX that may be used here")

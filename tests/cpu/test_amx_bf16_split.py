@@ -13,19 +13,16 @@ import torch
 
 import fastattn
 from fastattn.backends.native import libraries
-from tests.cpu.test_amx import every_tiled, needs_tiles
-from tests.support.backends import INTERPRETED, variant
+from tests.cpu.test_amx import every_tiled, on_tiles
+from tests.support.backends import variant
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.error_budget import oracle
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    needs_tiles,
-]
+pytestmark = on_tiles
 VECTORS = "avx512"  # computes the blocks without planes
 BLOCK = 32  # rows in gradients that use the same kernel together
 every_planed = pytest.mark.parametrize("dtype", ["float32", "float16"])
+every_multiplied = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 
 
 def case(dims, dtype="float32", **arguments):
@@ -62,8 +59,9 @@ def differ(found, expected):
 # ----------------------------------------------------------------------------------------- accuracy
 
 # Allowed errors as a share of torch's: forward and backward. Both float16 results are rounded to
-# float16; the last 2% are chance.
-SHARE = {"float32": (0.5, 1.0), "float16": (1.02, 1.02)}
+# float16; the last 2% are chance. In bfloat16 torch's largest weight is exactly 1, which makes it
+# more accurate by a few per cent.
+SHARE = {"float32": (0.5, 1.0), "float16": (1.02, 1.02), "bfloat16": (1.06, 1.06)}
 SHARE_OF_SMALL_HEADS = 0.6  # forward: scores of few terms have fewer roundings than exp
 SHARE_OF_LONG_GRADIENTS = 0.57
 # torch's sum over long keys for few rows errs three times as much on one vendor's chips as on
@@ -105,7 +103,7 @@ def complaints_beside_torch(dtype, errors, forward=None):
 
 
 @every_tiled
-@every_planed
+@every_multiplied
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("n, d", [(700, 64), (300, 128), (350, 40)])
 def test_errs_no_more_than_torch(isa, n, d, causal, dtype):

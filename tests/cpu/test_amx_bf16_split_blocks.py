@@ -6,19 +6,22 @@ import pytest
 import torch
 
 import fastattn
-from tests.cpu.test_amx import every_tiled, needs_tiles
-from tests.cpu.test_amx_bf16_split import BLOCK, VECTORS, case, computed, every_planed, same
-from tests.support.backends import INTERPRETED, variant
+from tests.cpu.test_amx import every_tiled, on_tiles
+from tests.cpu.test_amx_bf16_split import (
+    BLOCK,
+    VECTORS,
+    case,
+    computed,
+    every_multiplied,
+    same,
+)
+from tests.support.backends import variant
 from tests.support.cases import FEATURE, Dims, build
 from tests.support.error_budget import Verdict
 from tests.support.marks import parametrize
 from tests.support.naive import visible
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    needs_tiles,
-]
+pytestmark = on_tiles
 
 
 # ---------------------------------------------------------------------------- blocks without planes
@@ -199,7 +202,7 @@ def test_the_last_values_with_bf16_split(isa, value, name, shape):
 
 
 @every_tiled
-@every_planed
+@every_multiplied
 @pytest.mark.parametrize("m, heads", [(70, 1), (5, 3)])
 def test_rows_decide_alone(isa, dtype, m, heads):
     """The bits of a row do not depend on other rows of its block, even if none has planes."""

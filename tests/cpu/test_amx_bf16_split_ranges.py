@@ -4,18 +4,13 @@ import pytest
 import torch
 
 import fastattn
-from tests.cpu.test_amx import every_tiled, needs_tiles
+from tests.cpu.test_amx import every_tiled, on_tiles
 from tests.cpu.test_amx_bf16_split import VECTORS, case, computed
-from tests.support.backends import INTERPRETED
 from tests.support.cases import DTYPES, Dims
 from tests.support.error_budget import oracle
 from tests.support.marks import parametrize
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    needs_tiles,
-]
+pytestmark = on_tiles
 
 
 # ------------------------------------------------------------------------------------------- ranges

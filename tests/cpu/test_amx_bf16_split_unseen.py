@@ -5,17 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cpu.test_amx import every_tiled, needs_tiles
+from tests.cpu.test_amx import every_tiled, on_tiles
 from tests.cpu.test_amx_bf16_split import case, computed, differ, every_planed, same
-from tests.support.backends import INTERPRETED
 from tests.support.cases import Dims
 from tests.support.marks import parametrize
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    needs_tiles,
-]
+pytestmark = on_tiles
 
 
 # ---------------------------------------------------------------------------- keys that no row sees

@@ -11,18 +11,14 @@ import torch
 
 import fastattn
 from fastattn.backends.native import libraries
-from tests.cpu.test_amx import TILED, every_tiled, needs_chip, needs_tiles
+from tests.cpu.test_amx import TILED, every_tiled, needs_chip, on_tiles
 from tests.gpu_emulation.emulator import ROOT
-from tests.support.backends import INTERPRETED, variant
+from tests.support.backends import variant
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 from tests.support.kernel_builds import ON_THE_MODEL, run
 from tests.support.kernel_builds import build as build_kernels
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
-    needs_tiles,
-]
+pytestmark = on_tiles
 
 
 # Products of planes for each dtype: for scores, and for sums.
@@ -45,45 +41,6 @@ def test_chip_and_model_give_the_same_bits(features, m, dtype):
 
 
 NEAR = {"atol": 0.01, "rtol": 0}
-
-
-@every_tiled
-@pytest.mark.parametrize("m, heads", [(70, 1), (5, 3)])
-def test_lanes_decide_alone(isa, m, heads):
-    """The bits of a row do not depend on the other rows in its tile."""
-    problem = build(Dims(1, heads, 1, m, 300, 32, 32), (), torch.bfloat16)
-    shaken = problem.q.clone()
-    shaken[:, :, 1:] *= 40  # makes their pivots change repeatedly
-    with variant(isa):
-        first, second = (
-            fastattn.attention(q, problem.k, problem.v, return_lse=True, backend="cpu")
-            for q in (problem.q, shaken)
-        )
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one[:, :, 0], other[:, :, 0])
-        assert not torch.equal(one, other)
-
-
-@every_tiled
-@pytest.mark.parametrize("n, d, causal", [(500, 64, False), (500, 64, True), (300, 128, False)])
-def test_errs_a_few_per_cent_more_than_torch_at_most(isa, n, d, causal):
-    """By the root mean square error. torch's largest weight is exactly 1, which makes torch
-    slightly more accurate: by a few per cent."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 2, n, d, generator=generator).bfloat16() for _ in range(4))
-
-    def results(attention, dtype, **more):
-        given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = attention(*given, **more)
-        return [out.detach(), *torch.autograd.grad(out, given, dout.to(dtype))]
-
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    exact = results(sdpa, torch.float64, is_causal=causal)
-    theirs = results(sdpa, torch.bfloat16, is_causal=causal)
-    with variant(isa):
-        ours = results(fastattn.attention, torch.bfloat16, causal=causal, backend="cpu")
-    for mine, other, right in zip(ours, theirs, exact, strict=True):
-        assert (mine - right).norm() <= 1.06 * (other - right).norm()
 
 
 @every_tiled
@@ -192,41 +149,6 @@ def test_torch_has_its_tiles_in_the_same_thread():
     environment = {x: y for x, y in os.environ.items() if x != "ONEDNN_MAX_CPU_ISA"}
     command = [sys.executable, "-c", BESIDE_TORCH]
     subprocess.run(command, env=environment, check=True, timeout=120)
-
-
-AT_THE_EDGE = """
-import ctypes, itertools, mmap, torch
-from fastattn import attention
-from fastattn.backends.native import libraries
-libraries.select_cpu_isa({isa!r})
-libc = ctypes.CDLL(None)
-def before_the_edge(x):
-    "The same values at the end of memory that may be read."
-    size = x.numel() * x.element_size()
-    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
-    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert libc.mprotect(ctypes.c_void_p(at + pages), mmap.PAGESIZE, 0) == 0
-    found = torch.frombuffer(memory, dtype=x.dtype, offset=pages - size, count=x.numel())
-    return found.view(x.shape).copy_(x)
-for m, n, d in ((1, 1, 32), (3, 47, 33), (16, 31, 64), (17, 33, 96), (70, 129, 32), (130, 257, 64)):
-    for causal in (False, "bottom_right"):
-        q, g = (torch.randn(1, 1, m, d).bfloat16() for _ in range(2))
-        k, v = (torch.randn(1, 1, n, d).bfloat16() for _ in range(2))
-        found = []
-        for place in (lambda x: x.clone(), before_the_edge):
-            given = [place(x).requires_grad_() for x in (q, k, v)]
-            out = attention(*given, causal=causal, backend="cpu")
-            found.append([out, *torch.autograd.grad(out, given, place(g))])
-        assert all(torch.equal(x, y) for x, y in zip(*found))
-"""
-
-
-@every_tiled
-def test_nothing_is_read_past_the_last_row(isa):
-    """Keys and rows are read 32 at a time, but never past the end of their memory."""
-    code = AT_THE_EDGE.format(isa=isa)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 # Tile loads and stores for each tile product, which determine the time on a chip. They include

@@ -90,14 +90,9 @@ def test_the_first_listed_isa_is_chosen():
 @pytest.mark.parametrize("isa", ISAS)
 def test_each_dtype_names_its_compute_unit(isa):
     """Tiles multiply dtypes that have planes; for float64 the vector ISA is reported."""
-    before = libraries.cpu_isa()
-    libraries.select_cpu_isa(isa)
-    try:
-        units = libraries.cpu_units()
-        q = torch.ones(1, 1, 3, 4)
-        explained = str(fastattn.explain(q, q, q))
-    finally:
-        libraries.select_cpu_isa(before)
+    q = torch.ones(1, 1, 3, 4)
+    with variant(isa):
+        units, explained = libraries.cpu_units(), str(fastattn.explain(q, q, q))
     wide = "avx512" if isa.startswith("amx") else isa
     assert units.keys() == {"float32", "bfloat16", "float16", "float64"}
     for dtype, passes in units.items():

@@ -3,6 +3,7 @@
 Faults are seeded in a copy of the sources, compiled for one instruction set and float32 only.
 """
 
+import itertools
 import random
 import shutil
 import subprocess
@@ -16,12 +17,15 @@ import torch
 import fastattn
 from fastattn.backends import base
 from fastattn.backends.native import libraries
+from tests.cpu.test_amx import TILED
 from tests.features import factors
+from tests.fuzz import draw
 from tests.gpu_emulation.emulator import compiler
 from tests.sanitize_cpu import __main__ as command
 from tests.sanitize_cpu import builds, calls, guards, watch
 from tests.support import build_lock
-from tests.support.backends import not_interpreted
+from tests.support.backends import not_interpreted, variant
+from tests.support.cases import DTYPES
 from tests.support.checkout import ROOT
 from tests.support.kernel_builds import ONLY_FLOAT32
 from tests.support.marks import parametrize
@@ -123,21 +127,35 @@ def guarded_backend():
     base.register(before)
 
 
+# This machine's best set; and tiles, which read keys and rows 32 at a time.
+BEST = libraries.cpu_isa()
+GUARDED = [("float32", BEST), *(("bfloat16", isa) for isa in TILED)]
+guarded_calls = pytest.mark.parametrize("dtype, isa", GUARDED)
+
+
+@guarded_calls
 @pytest.mark.parametrize("kind", calls.KINDS)
 @pytest.mark.parametrize("place", guards.PLACES)
-def test_calls_are_right_between_guard_pages(kind, place, guarded_backend, one_thread):
+def test_calls_are_right_between_guard_pages(kind, place, dtype, isa, guarded_backend, one_thread):
     guarded_backend.place, before = place, guards.Guarded.launches
-    for seed, D in enumerate((1, 33, 130, 577, 1000)):
-        calls.make((kind, D, "float32", libraries.cpu_isa()), seed)
+    with variant(isa):
+        for seed, D in enumerate((1, 33, 130, 577, 1000)):
+            calls.make((kind, D, dtype, isa), seed)
     assert guards.Guarded.launches > before
 
 
-def test_guard_pages_change_no_bit(guarded_backend, one_thread):
-    problem = calls.problem(random.Random(1), 33, "float32", {})
-    found = problem.run(fastattn.attention, backend="cpu")
-    base.register(guards.Cpu())
-    for name, x in problem.run(fastattn.attention, backend="cpu").items():
-        assert torch.equal(x, found[name]), name
+@guarded_calls
+def test_guard_pages_change_no_bit(dtype, isa, guarded_backend, one_thread):
+    """Nothing beyond a tensor is read, or what is read there does not matter."""
+    for seed, D in itertools.product(range(4), (32, 33, 64, 96)):
+        problem = draw.problem(random.Random(seed), DTYPES[dtype], 260, far=False, D=(D,), Dv=(D,))
+        with variant(isa):
+            base.register(guarded_backend)
+            found = problem.run(fastattn.attention, backend="cpu")
+            base.register(guards.Cpu())
+            expected = problem.run(fastattn.attention, backend="cpu")
+        for name, x in expected.items():
+            assert torch.equal(x, found[name]), (seed, D, name)
 
 
 TOUCH = """

@@ -9,11 +9,10 @@ import math
 import torch
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
+from tests.support.program_operators import indices
+
 B, H, N = 2, 3, 12
-INDICES = {
-    name: torch.arange(n).view([n if x == dim else 1 for x in range(4)])
-    for dim, (name, n) in enumerate(dict(b=B, h=H, i=N, j=N).items())
-}
+INDICES = indices(B, H, N, N)
 
 _G = torch.Generator().manual_seed(35)
 

@@ -12,15 +12,13 @@ from tests.support.flex_functions import (
     SCORE_MODS,
     B,
     H,
-    indices,
     modified,
     visible,
 )
+from tests.support.program_operators import indices
 
 M, N = 33, 46
-WHERE = dict(zip("bhij", indices(M, N)))
-
-
+WHERE = indices(B, H, M, N)
 INF = float("inf")
 SEVERAL = {
     "two biases": lambda s, b, h, i, j: s + i * 0.5 - (j * 0.25 + h),

@@ -11,7 +11,7 @@ from fastattn.score_mods.program import Program
 from fastattn.score_mods.tracing import trace_score_mod
 from tests.score_mods import gallery
 from tests.score_mods.trees import TABLES, B, H, N, Tree, trees
-from tests.support.program_operators import AT_EDGES, POINTS, at_edges, by_function
+from tests.support.program_operators import AT_EDGES, POINTS, at_edges, by_function, indices
 
 BY_SCORE = {
     "add": lambda s, x: s * s + s * x,
@@ -46,10 +46,7 @@ BY_SCORE = {
 G = torch.Generator().manual_seed(3)
 SCORES = torch.randn(1, 1, 6, 8, generator=G, dtype=torch.float64)
 X = torch.randn(8, generator=G, dtype=torch.float64)
-INDICES = {
-    name: torch.arange(n).view(-1, *(1,) * (3 - dim))
-    for dim, (name, n) in enumerate(dict(b=1, h=1, i=6, j=8).items())
-}
+INDICES = indices(*SCORES.shape)
 
 
 def derived(program, tensors, scores, indices):

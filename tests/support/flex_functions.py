@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastattn.require_torch import TORCH_VERSION
+from tests.support.program_operators import indices
 
 B, H, LENGTH = 2, 4, 64
 generator = torch.Generator().manual_seed(0)
@@ -85,13 +86,8 @@ GENERAL = {
 
 def visible(function, M, N, heads=H, items=B):
     """(B,H,M,N) bool: what a mask_mod shows, by torch on whole tensors."""
-    found = torch.as_tensor(function(*indices(M, N, heads, items)))
-    return found.expand(items, heads, M, N)
-
-
-def indices(M, N, heads=H, items=B):
     sizes = items, heads, M, N
-    return [torch.arange(n).view(-1, *(1,) * (3 - dim)) for dim, n in enumerate(sizes)]
+    return torch.as_tensor(function(*indices(*sizes).values())).expand(sizes)
 
 
 def modified(function, scores):

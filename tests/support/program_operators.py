@@ -1,6 +1,10 @@
-"""A score_mod for each operator of programs."""
+"""A score_mod for each operator of programs, and the indices of programs' values."""
 
 import torch
+
+import fastattn
+from fastattn.score_mods.evaluate import evaluate
+from fastattn.score_mods.tracing import trace_score_mod
 
 # s is small, x takes extreme numbers by key; n, m are whole numbers, c and d are conditions.
 
@@ -40,11 +44,35 @@ NAMES = {"torch": torch, "LIST": LIST}
 GIVEN = NAMES | {"EXTREME": EXTREME}
 
 
+def indices(*sizes, first=(0, 0, 0, 0)):
+    """b, h, i and j of every pair of a call, of these numbers of items, heads, rows and keys."""
+    return {
+        name: (at + torch.arange(n)).view([n if x == dim else 1 for x in range(4)])
+        for dim, (name, at, n) in enumerate(zip("bhij", first, sizes))
+    }
+
+
 def function_of(text, whole):
     if whole:
         where = "(lambda n, m, c, d: {0})((i - j) * 3 + h, j - 2 * i + b, (i + j) % 3 == 0, i > j)"
         return eval(f"lambda s, b, h, i, j: s + 0.01 * {where.format(text)}", NAMES)
     return eval(f"lambda s, b, h, i, j: (lambda x: {text})(EXTREME[j % 8].to(s.dtype))", GIVEN)
+
+
+def share_of_wrong_scores(function, q, k, **how):
+    """The share of scores of a call that are not those of the program on torch tensors, in the same
+    precision. Products differ in their last bits: a number at the edge of a step may be on either
+    side. Scores are found from probabilities: a subnormal one has too few digits."""
+    lse = fastattn.attention(q, k, k, return_lse=True, score_mod=function, **how)[1]
+    p = fastattn.attention_weights(q, k, lse=lse, score_mod=function, **how)
+    found, products = p.log() + lse[..., None], q @ k.mT * q.shape[-1] ** -0.5
+    traced = trace_score_mod(function, dtype=q.dtype)
+    expected = evaluate(*traced, score=products, **indices(*p.shape)).expand(p.shape).to(q.dtype)
+    seen = p > torch.finfo(q.dtype).tiny
+    assert seen.any(-1).all()
+    bound = 2e-4 if q.dtype == torch.float32 else 1e-8
+    wrong = ~torch.isclose(found, expected, rtol=bound, atol=bound) & seen
+    return wrong.float().mean()
 
 
 CASES = [(False, x, y) for x, y in ON_FLOATS.items()] + [(True, x, y) for x, y in ON_INTS.items()]
