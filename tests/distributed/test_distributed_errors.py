@@ -100,11 +100,6 @@ DIFFERENT_DENSE = [
         r"q: got .*1, 4, 'any', 8.* on rank 1, expected .*2, 4, 'any', 8.* as on rank 0",
     ),
     (
-        dict.fromkeys("qkv", Y.double()),
-        r"q: got \('torch.float64'.* on rank 1, expected \('torch.float32'",
-    ),
-    (dict(causal=True), "causal: got True on rank 1, expected False, as on rank 0"),
-    (
         dict(dropout_p=0.1, seed=1),
         r"dropout_p: got 0.1 on rank 1, expected 0.*seed: got 1 on rank 1, expected None",
     ),
@@ -113,11 +108,6 @@ DIFFERENT_DENSE = [
         r"sinks: got .*1.0, 1.0.* on rank 1, expected .*0.0, 0.0.* as on rank 0",
     ),
     (dict(strategy="gather"), "strategy: got gather on rank 1, expected auto, as on rank 0"),
-    (dict(return_lse=True), "return_lse: got True on rank 1, expected False, as on rank 0"),
-    (
-        dict(q=Y.clone().requires_grad_()),
-        r"q: got .*'with gradient'\) on rank 1, expected .*'without gradient'",
-    ),
 ]
 
 
@@ -160,8 +150,6 @@ FAILING_PACKED = [
 ]
 FAILING_DENSE = [
     (dict(q=Y[0]), ValueError, "q: got"),
-    (dict(q=Y.numpy()), TypeError, "q: got ndarray, expected a torch.Tensor"),
-    (dict(softcap=-1.0), ValueError, "softcap: got -1.0"),
     (
         dict(mask=torch.zeros(5, 18)),
         ValueError,

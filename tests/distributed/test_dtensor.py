@@ -5,8 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
 import fastattn
+from fastattn.call.spec import Options, Tensors
+from fastattn.dispatch.operation import FORWARD
+from fastattn.dispatch.run_pass import arguments
 from tests.distributed.test_distributed import EVERYTHING, MESH, problem_of
 from tests.support.cases import DTYPES, FEATURES, Dims
 from tests.support.error_budget import Verdict
@@ -34,15 +40,11 @@ LIES = {
 
 
 def mesh_of(group):
-    from torch.distributed.device_mesh import DeviceMesh
-
     return group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(group, "cpu")
 
 
 def placed(name, x, axes):
     """The placements of a tensor with all axes that it can have, for a q sharded by `axes`."""
-    from torch.distributed.tensor import Replicate, Shard
-
     found = []
     for axis in axes:
         dim = LIES.get(name, {}).get(axis)
@@ -52,11 +54,9 @@ def placed(name, x, axes):
 
 
 def dealt(mesh, name, x, axes):
-    from torch.distributed.tensor import distribute_tensor
-
     if not isinstance(x, torch.Tensor):
         return x
-    return distribute_tensor(x, mesh, placed(name, x, axes))
+    return tensor.distribute_tensor(x, mesh, placed(name, x, axes))
 
 
 def whole(results):
@@ -149,10 +149,6 @@ def packed(q, k, v):
 
 
 def operator(q, k, v):
-    from fastattn.call.spec import Options, Tensors
-    from fastattn.dispatch.operation import FORWARD
-    from fastattn.dispatch.run_pass import arguments
-
     given = arguments(FORWARD, Tensors(q, k, v), Options())
     return torch.ops.fastattn.attention(*given)[0]
 
@@ -210,8 +206,6 @@ def inputs():
 
 def cells(group, placement):
     """By call: the distance from one rank's result, or the error raised."""
-    from torch.distributed import tensor
-
     mesh = mesh_of(group)
     place = eval(placement, vars(tensor))
     found = {}
@@ -257,8 +251,6 @@ def test_the_table(four, placement):
 
 def beside(group, what):
     """A call in which one tensor is placed differently from the others."""
-    from torch.distributed.tensor import Replicate, Shard
-
     mesh = mesh_of(group)
     q, k, v = (dealt(mesh, "q", x, "H") for x in inputs())
     sinks = torch.zeros(2, dtype=torch.float64)

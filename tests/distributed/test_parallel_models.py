@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import distributed
+from tests.distributed.test_dtensor import mesh_of
 
 WIDTH, HEADS, KEY_HEADS, DIM, LENGTH, LAYERS = 32, 4, 2, 8, 21, 2
 CLOSE = dict(rtol=1e-11, atol=1e-12)  # float64
@@ -45,10 +46,6 @@ def in_float64(group, name, args):
         torch.set_default_dtype(torch.float32)
 
 
-def mesh_of(group):
-    return dist.device_mesh.DeviceMesh.from_group(group, "cpu")
-
-
 def close(found, right):
     assert found.keys() == right.keys()
     for name, x in right.items():
@@ -74,13 +71,17 @@ class Heads(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-def gradients_of(module, x, *losses):
-    loss = module(x).square().sum() if not losses else losses[0]
-    loss.backward()
-    found = {"loss": loss.detach()} | {name: p.grad for name, p in module.named_parameters()}
+def wholes(found):
     return {
         name: x.full_tensor() if isinstance(x, tensor.DTensor) else x for name, x in found.items()
     }
+
+
+def gradients_of(module, x, *losses):
+    loss = module(x).square().sum() if not losses else losses[0]
+    loss.backward()
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    return wholes({"loss": loss.detach()} | grads)
 
 
 def heads_alone():
@@ -120,9 +121,7 @@ def of_torch(module, x, **about):
     out, weights = module(x, x, x, **about)
     found = gradients_of(module, x, out.square().sum())
     found |= {"out": out.detach()} | ({} if weights is None else {"weights": weights.detach()})
-    return {
-        name: x.full_tensor() if isinstance(x, tensor.DTensor) else x for name, x in found.items()
-    }
+    return wholes(found)
 
 
 def module_cut(group, placement, weights):
@@ -267,11 +266,8 @@ def found_by(model, group):
     loss = share_of_loss(model, group)
     (loss * group.size()).backward()
     dist.all_reduce(total := loss.detach(), group=group)
-    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
-    found = {
-        name: x.full_tensor() if isinstance(x, tensor.DTensor) else x for name, x in found.items()
-    }
-    return {"loss": total} | found
+    grads = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return wholes({"loss": total} | grads)
 
 
 def by_ddp(group, strategy):
