@@ -30,7 +30,6 @@ G = torch.Generator().manual_seed(11)
 B, H, M, N, D = 2, 3, 150, 170, 16
 TABLE = torch.randn(H, M + N, generator=G)
 SLOPES = torch.rand(H, generator=G)
-DOCUMENTS = torch.arange(200) // 37
 BUCKETS = torch.randn(12, H, generator=G)
 
 
@@ -150,31 +149,6 @@ def test_bits_are_those_of_the_same_bias(name, isa, dtype, rows):
         assert rows < M and dtype != "float64"
         bound = 2e-2 if dtype == "bfloat16" else 1e-5
         torch.testing.assert_close(got, right, rtol=bound, atol=bound)
-
-
-MASKS = {
-    "documents": lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j],
-    "documents, causal": lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j),
-    "dilated": lambda b, h, i, j: (i - j) % 3 == 0,
-    "of heads": lambda b, h, i, j: (i - j).abs() <= 20 * (h + 1),
-    "of items": lambda b, h, i, j: j < 100 + 30 * b,
-    "nothing for some rows": lambda b, h, i, j: (i % 40 > 5) & (j > 7),
-    "nothing": lambda b, h, i, j: j < 0,
-    "everything": lambda b, h, i, j: j >= 0,
-    "a chessboard of blocks": lambda b, h, i, j: (i // 32 + j // 64) % 2 == 0,
-}
-
-
-@pytest.mark.parametrize("rows", [M, 5])
-@parametrize("isa, dtype", EVERY, fast=6)
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_are_those_of_the_same_mask(name, isa, dtype, rows):
-    given, traced = tensors(DTYPES[dtype], M=rows), trace_mask_mod(MASKS[name])
-    mask = evaluate(*traced, **indices(B, H, rows, N)).expand(B, H, rows, N)
-    with variant(isa):
-        for got, right in zip(results(given, mask_mod=MASKS[name]), results(given, mask=mask)):
-            bound = 2e-2 if dtype == "bfloat16" else 2e-5
-            torch.testing.assert_close(got, right, rtol=bound, atol=bound)
 
 
 def test_hidden_blocks_are_not_read():

@@ -12,17 +12,11 @@ import fastattn
 from fastattn.backends.base import broadcast_strides
 from fastattn.backends.native import cuda, launcher, libraries
 from fastattn.call.spec import AttentionSpec, Tensors
-from tests.gpu_emulation.emulated import Emulated, binary, everywhere
+from tests.gpu_emulation.emulated import Emulated, binary
 from tests.gpu_emulation.emulator import KERNELS, needs_emulator
 from tests.support.cases import FEATURE, Dims, build
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
-
-
-@pytest.fixture
-def emulated():
-    with everywhere() as backend:
-        yield backend
 
 
 def test_grids_have_one_dimension():

@@ -39,15 +39,6 @@ def last(library):
     return params, dict(zip(FIELDS, rest))
 
 
-def laid(shape, dtype, column=1, first=0, row=0):
-    """A view into a larger tensor: every `column`-th element, from `first`, with `row` unused
-    elements after each row."""
-    *outer, D = shape
-    wide = torch.zeros(*outer, D * column + row, dtype=dtype)
-    room = torch.zeros(first + wide.numel(), dtype=dtype)
-    return room[first:].view(wide.shape)[..., : D * column : column]
-
-
 SIZES = {"square": (20, 70), "decoding": (1, 300)}
 GIVEN = {
     "": {},
@@ -62,7 +53,7 @@ LAYOUTS = [dict(column=c, first=f, row=r) for c, f, r in itertools.product((1, 2
 def described(size, dtype, layout, given, **options):
     M, N = SIZES[size]
     shapes = ((1, 2, M, 16), (1, 2, N, 16), (1, 2, N, 16))
-    q, k, v = (laid(s, dtype, **layout) for s in shapes)
+    q, k, v = (launch_stub.laid(s, dtype, **layout) for s in shapes)
     t = spec.Tensors(q, k, v, **given)
     return validation.describe(t, spec.Options(**options)), t
 
@@ -165,13 +156,26 @@ def test_the_stream_is_queried_by_device_index(monkeypatch):
     assert cuda.Cuda().stream(OnTwo()) == 102
 
 
-def test_an_error_raises_and_the_next_call_runs(library):
+ERRORS = {
+    "an error of CUDA": (
+        700,
+        r"at stub_kernel: an error of the stub \(CUDA error 700; it may be that of",
+    ),
+    "a tensor of another size": (
+        libraries.BAD_EXTENT + libraries.WRITTEN.index("lse"),
+        r"lse: got shape \(2, 1, 2, 20\), expected \(2, B, H, M\) = \(2, 1, 2, 20\); nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_an_error_raises_and_the_next_call_runs(what, library):
     s, t = described("square", torch.float16, {}, {})
     backend = launch_stub.cuda_backend(library)
     fail = library.entry("stub_fail", None, ctypes.c_int64)
-    fail(700)
+    code, message = ERRORS[what]
+    fail(code)
     try:
-        message = r"at stub_kernel: an error of the stub \(CUDA error 700; it may be that of"
         with pytest.raises(RuntimeError, match=message):
             backend.forward(s, t)
     finally:
@@ -179,19 +183,6 @@ def test_an_error_raises_and_the_next_call_runs(library):
     before = last(library)[1]["runs"]
     backend.forward(s, t)
     assert last(library)[1]["runs"] == before + 1
-
-
-def test_a_refused_tensor_is_named(library):
-    s, t = described("square", torch.float16, {}, {})
-    backend = launch_stub.cuda_backend(library)
-    fail = library.entry("stub_fail", None, ctypes.c_int64)
-    fail(libraries.BAD_EXTENT + libraries.WRITTEN.index("lse"))
-    try:
-        text = r"lse: got shape \(2, 1, 2, 20\), expected \(2, B, H, M\) = \(2, 1, 2, 20\); nothing"
-        with pytest.raises(RuntimeError, match=text):
-            backend.forward(s, t)
-    finally:
-        fail(0)
 
 
 @pytest.mark.parametrize("size", SIZES)

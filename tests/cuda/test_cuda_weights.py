@@ -7,7 +7,7 @@ import torch
 import fastattn
 from fastattn.backends.native import launcher
 from tests.gpu_emulation.emulated import DTYPES as NAMES
-from tests.gpu_emulation.emulated import everywhere, survivors
+from tests.gpu_emulation.emulated import survivors
 from tests.gpu_emulation.emulator import SCHEDULES, needs_emulator
 from tests.semantics.test_weights import (
     MEANS,
@@ -38,13 +38,6 @@ ALONE = [PLAIN, *((f,) for f in WITHOUT_V)]
 TOGETHER = [pair for pair in PAIRS if all(f in WITHOUT_V for f in pair)]
 SHAPES = (square(1, 2, 5, 3), square(2, 2, 63, 17), square(1, 1, 131, 32))
 SMALL = square(1, 2, 37, 17)
-
-
-@pytest.fixture
-def emulated():
-    """Every call runs on the emulator. A test sets its options."""
-    with everywhere() as backend:
-        yield backend
 
 
 def judge(problems, average):

@@ -55,42 +55,33 @@ def test_the_budget_is_what_was_accepted(program, tmp_path, capsys):
     assert GENERAL.name in listing and listing in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "changed, budget, wrong",
-    [
-        ({}, {}, False),
-        ({"spilled": 4}, {}, True),
-        ({"spilled": 4, "name": FITS.name.replace("128", "256")}, {}, True),
-        ({"spilled": 4, "name": FITS.name.replace("128", "256")}, 4, False),
-        ({"spilled": 4}, 4, True),  # a plain kernel of 128 has no budget
-        ({"spilled": 4, "name": FITS.name.replace("false", "true")}, 4, False),
-        ({"products": 0}, {}, True),
-        ({"products": 0, "name": "delta_kernel<BF16>"}, {}, False),
-    ],
-)
-def test_faults_of_a_kernel_are_found(changed, budget, wrong):
-    kernel = dataclasses.replace(FITS, **changed)
-    allowed = {kernel.template: {kernel.constants: budget}} if budget else {}
-    assert bool(ptxas.faults([kernel], allowed)) == wrong
+WIDE, GENERAL_FORM = FITS.name.replace("128", "256"), GENERAL.name
 
 
 @pytest.mark.parametrize(
-    "changed, budget, fault",
+    "kernel, changed, budget, fault",
     [
-        ({}, {}, ""),
-        ({"spilled": 4, "name": FITS.name.replace("128", "256")}, 4, "at most 0 bytes spilled"),
-        ({"spilled": 4, "name": FITS.name.replace("false", "true")}, 4, ""),
-        ({"spilled": 8, "name": FITS.name.replace("false", "true")}, 4, "at most 4 bytes spilled"),
-        ({"products": 0}, {}, "expected HGMMA"),
-        ({"warnings": ("C7510",)}, {}, "C7510: expected no such warning"),
-        ({"warnings": (ptxas.NO_CLASS,)}, {}, "its name has no sm90: expected no such warning"),
+        (FITS, {}, 0, ""),
+        (FITS, {"spilled": 4}, 0, "at most 0 bytes spilled"),
+        (FITS, {"spilled": 4, "name": WIDE}, 0, "at most 0 bytes spilled"),
+        (FITS, {"spilled": 4, "name": WIDE}, 4, ""),
+        (FITS, {"spilled": 4}, 4, "at most 0 bytes spilled"),  # plain and of 128: has no budget
+        (FITS, {"spilled": 4, "name": GENERAL_FORM}, 4, ""),
+        (FITS, {"products": 0}, 0, "expected HMMA"),
+        (FITS, {"products": 0, "name": "delta_kernel<BF16>"}, 0, ""),
+        (HOPPER, {}, 0, ""),
+        (HOPPER, {"spilled": 4, "name": WIDE}, 4, "at most 0 bytes spilled"),
+        (HOPPER, {"spilled": 4, "name": GENERAL_FORM}, 4, ""),
+        (HOPPER, {"spilled": 8, "name": GENERAL_FORM}, 4, "at most 4 bytes spilled"),
+        (HOPPER, {"products": 0}, 0, "expected HGMMA"),
+        (HOPPER, {"warnings": ("C7510",)}, 0, "C7510: expected no such warning"),
+        (HOPPER, {"warnings": (ptxas.NO_CLASS,)}, 0, "has no sm90: expected no such warning"),
     ],
 )
-def test_faults_of_a_kernel_for_sm_90a_are_found(changed, budget, fault):
-    """Spills in any plain kernel, and what only such a chip has."""
-    kernel = dataclasses.replace(HOPPER, **changed)
-    allowed = {kernel.template: {kernel.constants: budget}} if budget else {}
-    found = ptxas.faults([kernel], allowed)
+def test_faults_of_a_kernel_are_found(kernel, changed, budget, fault):
+    """For sm_90a these are spills in any plain kernel, and what only such a chip has."""
+    kernel = dataclasses.replace(kernel, **changed)
+    found = ptxas.faults([kernel], {kernel.template: {kernel.constants: budget}})
     assert len(found) == bool(fault) and all(x.endswith(fault) for x in found), found
 
 

@@ -1,4 +1,4 @@
-"""On a GPU: wide bands, layouts of results, values that may not be read, sizes of 0.
+"""On a GPU: layouts of results, values that may not be read, sizes of 0.
 
 The cases, the oracle and the error budget are those of the CPU tests. The oracle runs on the CPU.
 """
@@ -13,8 +13,6 @@ from tests.support.cases import (
     FEATURE,
     PLAIN,
     Dims,
-    negative_logits,
-    spoil_tail,
     square,
 )
 from tests.support.gpu import (
@@ -24,16 +22,13 @@ from tests.support.gpu import (
     EVERYTHING,
     attend,
     build,
-    check,
-    compiled,  # noqa: F401  a fixture
     every_dtype,
-    judged,
     on_device,
     on_every_backend,
     on_gpu,
 )
 
-pytestmark = [*on_gpu, pytest.mark.usefixtures("compiled")]
+pytestmark = on_gpu
 
 
 def shapes(dtype):
@@ -64,39 +59,6 @@ def test_kernels_of_sm_90_serve():
         x = torch.randn(1, 2, 300, dim, device="cuda", dtype=torch.bfloat16)
         kernels = fastattn.explain(x, x, x, backend="cuda").kernels
         assert kernels["forward"] == "sm_90", kernels
-
-
-BANDS = {
-    "full": {},
-    "causal": dict(causal=True),
-    "bottom_right": dict(causal="bottom_right"),
-    "wide": dict(window=(300, 190)),
-    "left": dict(window=(270, None)),
-    "right": dict(window=(None, 170)),
-    "bottom_right_left": dict(causal="bottom_right", window=(290, None)),
-}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("band", BANDS)
-@judged
-def test_bands_with_whole_blocks_inside(name, dtype, band):
-    """Windows wider than two blocks, without lengths and with lengths at or near block edges."""
-    problems = []
-    for lengths in (None, (777, 128, 385)):
-        for m in (129, 640):
-            dims = Dims(3, 2, 2, m, 777, DIM[dtype], DIM[dtype])
-            problem = build(dims, (FEATURE["lse_loss"],), DTYPES[dtype])
-            problem.kwargs |= BANDS[band]
-            problem.name += f":{band}:{lengths}"
-            if m == 129:
-                problem = negative_logits(problem)
-            if lengths:
-                problem.kwargs["key_lengths"] = torch.tensor(lengths)
-                spoil_tail(problem.k, problem.kwargs["key_lengths"])
-                spoil_tail(problem.v, problem.kwargs["key_lengths"])
-            problems.append(problem)
-    check(name, problems)
 
 
 # ------------------------------------------------------------------------------------ memory

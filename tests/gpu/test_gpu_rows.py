@@ -31,6 +31,7 @@ OF_16_BITS = dict(
     D=(64, 16, 33, 128, 256),
     Dv=(64, 16, 80, 128, 200),
     widths=((64, 64), (32, 32), (16, 3), (128, 64), (96, 160), (3, 17), (192, 128), (200, 256)),
+    window=(*factors.SCORES["window"], (300, 190)),  # whole blocks between its two edges
 )
 # float32 compiles slowly, and in seconds only for few columns.
 OF_32_BITS = OF_16_BITS | dict(dtype=("float32",), D=(16,), Dv=(16,), widths=((16, 8), (8, 16)))

@@ -34,11 +34,16 @@ def test_any_leading_dimensions(name, lead, mask, on):
     torch.testing.assert_close(module(q, k, v, given), naive(q, k, v, given)[0])
 
 
+# Leading dimensions, and a mask of each item or of some dimensions.
+ITEMS = [((2,), (2, 5, 7)), ((2, 3), (2, 1, 5, 7)), ((2, 4, 3), (3, 5, 7))]
+ITEMS += [((2, 4, 3), x) for x in ((4, 1, 5, 7), (2, 1, 3, 5, 1), (7,))]
+
+
 @every_backend
-@pytest.mark.parametrize("lead, shape", [((2,), (2, 5, 7)), ((2, 3), (2, 1, 5, 7))], ids=str)
-def test_a_mask_of_each_item(name, lead, shape, on):
+@pytest.mark.parametrize("lead, shape", ITEMS, ids=str)
+def test_masks_with_leading_dimensions(name, lead, shape, on):
     q, k, v = (torch.randn(*lead, n, 8) for n in (5, 7, 7))
-    mask = torch.rand(shape) > 0.3
+    mask = (torch.arange(math.prod(shape)) ** 2 % 5 - 1).view(shape)  # -1 shows, like all but 0
     found = nn.ScaledDotProductAttention()(q, k, v, mask, need_weights=True)
     torch.testing.assert_close(found, naive(q, k, v, mask), rtol=2e-5, atol=2e-6)
 
@@ -157,14 +162,6 @@ def test_masks_of_causal_self_attention(heads, shape):
     torch.testing.assert_close(weights, expected[:, 0] if heads == 1 else expected)
     stack = nn.ConcatenatedHeads(10, 4, num_heads=2)
     assert (stack(x, mask, need_weights=True)[1][expected.expand(2, 2, 7, 7) == 0] == 0).all()
-
-
-@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 1, 5, 7), (2, 1, 3, 5, 1), (7,)], ids=str)
-def test_masks_with_many_leading_dimensions(shape):
-    q, k, v = (torch.randn(2, 4, 3, n, 8) for n in (5, 7, 7))
-    mask = (torch.arange(math.prod(shape)) ** 2 % 5 - 1).view(shape)  # -1 shows, like all but 0
-    found = nn.ScaledDotProductAttention()(q, k, v, mask, need_weights=True)
-    torch.testing.assert_close(found, naive(q, k, v, mask), rtol=2e-5, atol=2e-6)
 
 
 def test_results_compared_with_minus_1e9_of_the_tutorials():

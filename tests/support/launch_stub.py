@@ -96,6 +96,21 @@ def stubbed(arch: int) -> Generator[Stub]:
         yield stub
 
 
+def laid(
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.bfloat16,
+    row: int = 0,
+    first: int = 0,
+    column: int = 1,
+) -> torch.Tensor:
+    """A view: it starts at element `first`, rows have `row` extra elements, and columns have stride
+    `column`."""
+    *outer, D = shape
+    wide = torch.zeros(*outer, D * column + row, dtype=dtype)
+    room = torch.zeros(first + wide.numel(), dtype=dtype)
+    return room[first:].view(wide.shape)[..., : D * column : column]
+
+
 def compiled_stub(folder: Path) -> CudaLibrary:
     """Compile the stub. Raises OSError or CalledProcessError without a C++ compiler."""
     path = folder / "libfastattn_cuda_stub.so"

@@ -13,6 +13,7 @@ from fastattn.backends.triton import job, launch_cache, runtime, tile_configs
 from fastattn.backends.triton.backend import Triton
 from fastattn.call import spec, validation
 from tests.support import launch_stub
+from tests.support.launch_stub import laid
 from tests.support.marks import parametrize
 
 pytestmark = [
@@ -45,22 +46,12 @@ def derived(monkeypatch):
     return seen
 
 
-def laid(shape, row=0, first=0, column=1):
-    """A bfloat16 view: it starts at element `first`, rows have `row` extra elements, and columns
-    have stride `column`."""
-    *outer, D = shape
-    wide = torch.zeros(*outer, D * column + row, dtype=torch.bfloat16)
-    room = torch.zeros(first + wide.numel(), dtype=torch.bfloat16)
-    return room[first:].view(wide.shape)[..., : D * column : column]
-
-
 def described(layouts=({}, {}, {}), tensors=(), dtype=torch.bfloat16, **changed):
     """The (spec, tensors) of a call."""
     d = DIMS | {x: y for x, y in changed.items() if x in DIMS}
     options = {x: y for x, y in changed.items() if x not in DIMS}
     shapes = [(d["B"], d["H"], n, d["D"]) for n in (d["M"], d["N"], d["N"])]
-    q, k, v = (laid(s, **x).to(dtype) if dtype != torch.bfloat16 else laid(s, **x)
-               for s, x in zip(shapes, layouts))  # fmt: skip
+    q, k, v = (laid(s, dtype, **x) for s, x in zip(shapes, layouts))
     t = spec.Tensors(q, k, v, **dict(tensors))
     return validation.describe(t, spec.Options(**options)), t
 
