@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends.native import libraries
 from tests.cpu.test_amx import every_tiled, on_tiles
 from tests.support.backends import variant
 from tests.support.cases import DTYPES, FEATURE, Dims, build
@@ -164,14 +163,6 @@ def test_lse_is_float32_for_every_dtype_of_q(isa, m, dtype):
 
 
 # ------------------------------------------------------------------------------------------- choice
-
-
-@every_tiled
-def test_the_compute_unit_of_each_dtype_is_named(isa):
-    with variant(isa):
-        units = libraries.cpu_units()
-    assert units["float32"]["many rows"] == units["float16"]["many rows"] == isa
-    assert units["float64"] == dict.fromkeys(units["float64"], VECTORS)
 
 
 @every_tiled

@@ -18,7 +18,6 @@ import fastattn
 from fastattn.backends import base
 from fastattn.backends.native import libraries
 from tests.cpu.test_amx import TILED
-from tests.features import factors
 from tests.fuzz import draw
 from tests.gpu_emulation.emulator import compiler
 from tests.sanitize_cpu import __main__ as command
@@ -107,15 +106,6 @@ def test_a_failed_build_is_reported(monkeypatch, capsys):
 
 
 # ------------------------------------------------------------------------------- what it runs
-
-
-def test_every_head_dim_set_and_dtype_has_every_kind_of_call():
-    found = set(calls.all_of(libraries.cpu_isas()))
-    for isa in libraries.cpu_isas():
-        dtypes = set(calls.DTYPES) - ({"float64"} if isa.startswith("amx_") else set())
-        for dtype in dtypes:
-            assert {(k, D, dtype, isa) for k in calls.KINDS for D in calls.HEAD_DIMS} <= found
-    assert set(calls.KINDS) == {*factors.FORMS, "weights", "derivatives"}
 
 
 @pytest.fixture
