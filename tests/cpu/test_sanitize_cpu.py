@@ -3,8 +3,6 @@
 Faults are seeded in a copy of the sources, compiled for one instruction set and float32 only.
 """
 
-import itertools
-import random
 import shutil
 import subprocess
 import sys
@@ -18,13 +16,12 @@ import fastattn
 from fastattn.backends import base
 from fastattn.backends.native import libraries
 from tests.cpu.test_amx import TILED
-from tests.fuzz import draw
 from tests.gpu_emulation.emulator import compiler
 from tests.sanitize_cpu import __main__ as command
 from tests.sanitize_cpu import builds, calls, guards, watch
 from tests.support import build_lock
 from tests.support.backends import not_interpreted, variant
-from tests.support.cases import DTYPES
+from tests.support.cases import DTYPES, Dims, build
 from tests.support.checkout import ROOT
 from tests.support.kernel_builds import ONLY_FLOAT32
 from tests.support.marks import parametrize
@@ -134,18 +131,22 @@ def test_calls_are_right_between_guard_pages(kind, place, dtype, isa, guarded_ba
     assert guards.Guarded.launches > before
 
 
+EDGES = (1, 1, 32), (3, 47, 33), (16, 31, 64), (17, 33, 96), (70, 129, 32), (130, 257, 64)
+
+
 @guarded_calls
-def test_guard_pages_change_no_bit(dtype, isa, guarded_backend, one_thread):
-    """Nothing beyond a tensor is read, or what is read there does not matter."""
-    for seed, D in itertools.product(range(4), (32, 33, 64, 96)):
-        problem = draw.problem(random.Random(seed), DTYPES[dtype], 260, far=False, D=(D,), Dv=(D,))
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_guard_pages_change_no_bit(dtype, isa, causal, guarded_backend, one_thread):
+    for m, n, d in EDGES:
+        problem = build(Dims(1, 2, 1, m, n, d, d), (), DTYPES[dtype])
+        problem.kwargs["causal"] = causal
         with variant(isa):
             base.register(guarded_backend)
             found = problem.run(fastattn.attention, backend="cpu")
             base.register(guards.Cpu())
             expected = problem.run(fastattn.attention, backend="cpu")
         for name, x in expected.items():
-            assert torch.equal(x, found[name]), (seed, D, name)
+            assert torch.equal(x, found[name]), (m, n, d, name)
 
 
 TOUCH = """

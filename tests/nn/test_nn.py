@@ -94,6 +94,8 @@ def test_dropout_is_active_in_training_only_and_in_the_weights(name, heads, on):
     whole = copy.deepcopy(module).eval()(x, need_weights=True)[1]
     kept = weights != 0
     torch.testing.assert_close(weights[kept], whole[kept] / 0.6)
+    if heads == 1:  # the output uses the others
+        torch.testing.assert_close(out, weights @ module.v_proj(x))
     assert 0.3 < (~kept & (whole != 0)).sum() / (whole != 0).sum() < 0.5
     torch.manual_seed(5)
     torch.testing.assert_close(module(x), out)

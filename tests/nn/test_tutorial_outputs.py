@@ -13,14 +13,12 @@ import fastattn
 from fastattn import nn
 from fastattn.examples import attention_notebook
 from fastattn.examples.notebook_cells import (
-    BATCH,
     COMPUTE,
     INPUTS,
     KEPT,
     MASK,
     STEPS,
     TOLERANCE,
-    causal,
 )
 from tests.support.backends import FUSED
 
@@ -81,26 +79,6 @@ def test_causal_weights(on, way):
     masks = {"float mask": MASK, "integer mask": MASK.long(), "bool mask": MASK.bool()}
     _, weights = module(INPUTS, masks.get(way), need_weights=True)
     assert CAUSAL.difference(weights) <= TOLERANCE
-
-
-def test_dropped_weights(on):
-    """Cell 35: some of the weights are dropped, and the context uses the others."""
-    module = causal(dropout=0.5)
-    whole = module.eval()(INPUTS, need_weights=True)[1]
-    context, weights = module.train()(INPUTS, need_weights=True)
-    kept = weights != 0
-    assert kept.any() and not kept[whole != 0].all()
-    torch.testing.assert_close(weights[kept], 2 * whole[kept])
-    torch.testing.assert_close(context, weights @ module.v_proj(INPUTS))
-
-
-def test_causal_attention_of_a_batch(on):
-    """Cell 38 prints a shape; both items are the sequence of cell 33, which prints its weights."""
-    module = causal()
-    context, weights = module(BATCH, need_weights=True)
-    for item in range(2):
-        assert CAUSAL.difference(weights[item]) <= TOLERANCE
-        torch.testing.assert_close(context[item], weights[item] @ module.v_proj(INPUTS))
 
 
 def test_self_attention_of_the_overview(on):
