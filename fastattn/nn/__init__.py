@@ -14,7 +14,7 @@ chapter-3 notebook    attention without parameters   ScaledDotProductAttention  
 attention overview    self-attention, three tokens   SelfAttention                 D overview
                       scaled dot product with mask   ScaledDotProductAttention     N leading
                       projections that heads share   SharedHeadAttention           N shared_head
-                      multi-head                     CachedAttention               C is_torchs
+                      multi-head                     CachedAttention               T encoder_layer
                       dot-product seq2seq            LuongAttention                N luong
                       additive seq2seq               BahdanauAttention             N bahdanau
 Transformer practice  n_Q != n_K, d_V != d_K         ScaledDotProductAttention     D shapes

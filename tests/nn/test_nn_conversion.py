@@ -19,7 +19,6 @@ from tests.nn.test_nn_transformer import (
     M,
     N,
     drawn,
-    random_mask,
     tokens_model,
 )
 from tests.support.marks import parametrize
@@ -54,31 +53,6 @@ def call_torchs(model, src, tgt, padding):
 def call_ours(model, src, tgt, padding):
     masks = dict(src_padding_mask=SHOWN, tgt_padding_mask=TGT_SHOWN) if padding else {}
     return model(src, tgt, **masks)
-
-
-@pytest.mark.parametrize("masks", ["none", "padding", "both", "causal"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("itself", [False, True])
-def test_attention_is_torchs(itself, bias, masks):
-    """Self-attention and cross-attention with the state_dict of torch's module."""
-    theirs = drawn(torch.nn.MultiheadAttention(E, H, bias=bias, batch_first=True))
-    ours = nn.CachedAttention(E, H, bias=bias)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(B, N, E, requires_grad=True)
-    memory = x if itself else torch.randn(B, N, E, requires_grad=True)
-    shown = SHOWN if masks in ("padding", "both") else torch.ones(B, N, dtype=torch.bool)
-    mask = random_mask(N, N) if masks == "both" else torch.ones(N, N, dtype=torch.bool)
-    mask = mask.tril() if masks == "causal" else mask
-    expected, _ = theirs(x, memory, memory, attn_mask=~mask, key_padding_mask=~shown)
-    causal = itself and masks == "causal"
-    merged = None if causal or masks == "none" else mask & shown[:, None, None]
-    found = ours(x, None if itself else memory, merged, causal=causal)
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=5e-6)
-    grads = [
-        torch.autograd.grad(out.square().sum(), [x, memory, *module.parameters()])
-        for out, module in ((found, ours), (expected, theirs))
-    ]
-    torch.testing.assert_close(*grads, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("padding", [False, True])

@@ -65,24 +65,6 @@ def test_scores(name):
     torch.testing.assert_close(*grads)
 
 
-def test_gradients_of_captured_tensors():
-    bias, slope, scalar = (torch.randn(x, dtype=torch.float64) for x in ((5, 7), (H,), ()))
-    for x in (bias, slope, scalar):
-        x.requires_grad_()
-
-    def mod(s, b, h, i, j):
-        return s * torch.exp(scalar * 0.1) + bias[i % 5, (j + i) % 7] * slope[h]
-
-    score = torch.randn(B, H, N, N, dtype=torch.float64)
-    program, tensors = trace_score_mod(mod)
-    got = evaluate(program, tensors, score=score, **INDICES)
-    expected = for_each_pair(mod, score)
-    weight = torch.randn_like(score)
-    wanted = torch.autograd.grad((expected * weight).sum(), (bias, slope, scalar))
-    given = torch.autograd.grad((got * weight).sum(), (bias, slope, scalar))
-    torch.testing.assert_close(given, wanted)
-
-
 ERRORS = {
     "branch": (lambda b, h, i, j: i if i > j else j, TypeError, "torch.where"),
     "and": (lambda b, h, i, j: (i > j) and (j > 2), TypeError, "torch.where"),
