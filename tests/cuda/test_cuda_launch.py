@@ -203,14 +203,6 @@ def test_a_tensor_of_an_old_runtime_changes_nothing():
     assert (new == 1).all()
 
 
-def test_graphs_are_distinguished():
-    runtime = Runtime()
-    first, second = runtime.stream(), runtime.stream()
-    with runtime.recording(first) as one, runtime.recording(second) as other:
-        pass
-    assert one != other
-
-
 # ------------------------------------------------------------------- sizes of what kernels write
 
 WRITTEN = [x for x in test_extents.CASES if x[0] < libraries.JVP]

@@ -1,13 +1,12 @@
 """Keys and values in pages in Triton's kernels: pages of whole tiles and pages with gathered rows,
-the tiles used on GPUs, keys split among programs, unchecked tables, which kernels on a GPU clamp,
-and a cache."""
+the tiles used on GPUs, keys split among programs, and unchecked tables, which kernels on a GPU
+clamp."""
 
 import pytest
 import torch
 
 import fastattn
 from fastattn.backends.triton import job
-from tests.kv_cache.test_cache import Model
 from tests.semantics.test_packed import FEW, batch
 from tests.semantics.test_paged import in_pages
 from tests.support.backends import INTERPRETED, every_backend
@@ -105,19 +104,3 @@ def test_a_table_of_no_pages(name, monkeypatch):
     given = dict(block_table=table, key_lengths=lengths, cu_q=torch.tensor([0, 5]))
     out = fastattn.attention_packed(torch.ones(5, 2, 16), pool, pool, **given, backend=name)
     assert out.shape == (5, 2, 16) and not out.any()
-
-
-@every_backend
-@pytest.mark.parametrize("page_size", (None, 7, 16))
-def test_cache_used_in_calls_of_few_and_many_rows(name, page_size):
-    """A cache with prompts, tokens, forks and evictions, read by calls of few rows and of many."""
-    model = Model(page_size, grow=True)
-    model.append([20, 0, 33])
-    fork = model.copy(model.cache.fork([2, 0]), [list(model.rows[b]) for b in (2, 0)])
-    for x in (model, fork):
-        x.append([1] * len(x.rows))
-    model.cache.evict([3, 0, 16])
-    model.rows = [x[n:] for x, n in zip(model.rows, (3, 0, 16), strict=True)]
-    for x in (model, fork):
-        x.check(rows=1, backend=name)
-        x.check(rows=20, backend=name, window=(9, None))
