@@ -117,21 +117,16 @@ def test_the_drivers_error_is_raised(library):
 # --- when it is built -----------------------------------------------------------------------------
 
 
-def script(folder, *lines):
-    """A program in place of nvcc."""
-    tool = folder / "nvcc"
-    tool.write_text("\n".join(["#!/bin/sh", *lines]))
-    tool.chmod(0o755)
-    return str(tool)
-
-
 def fake_nvcc(folder, version):
     """A fake nvcc that prints a version and compiles nothing."""
-    return script(
-        folder,
-        f'[ "$1" = --version ] && echo "Cuda compilation tools, release {version}, V{version}.1"',
-        '[ "$1" = --version ] || { echo "fatal error: no compiler" >&2; exit 1; }',
+    tool = folder / "nvcc"
+    tool.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = --version ] && echo "Cuda compilation tools, release {version}, V{version}.1"\n'
+        '[ "$1" = --version ] || { echo "fatal error: no compiler" >&2; exit 1; }\n'
     )
+    tool.chmod(0o755)
+    return str(tool)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +221,16 @@ def test_sources_of_sm90_have_code_for_sm_90a_alone(wanted, others, with_sm90):
 
 def without_90a(folder):
     """An nvcc that cannot compile for sm_90a."""
-    return script(
-        folder,
+    tool = folder / "nvcc"
+    lines = (
+        "#!/bin/sh",
         "said='nvcc fatal : Value \"sm_90a\" is not defined'",
         'case "$*" in *-arch=sm_90a*) echo "$said" >&2; exit 1; esac',
         f'exec "{ptxas.nvcc()}" "$@"',
     )
+    tool.write_text("\n".join(lines))
+    tool.chmod(0o755)
+    return str(tool)
 
 
 @pytest.mark.parametrize(

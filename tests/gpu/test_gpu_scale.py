@@ -253,18 +253,8 @@ def test_weights_past_32_bits(name):
 # ------------------------------------------------------------------------------------------ memory
 
 
-def added(call):
-    """Bytes that a call adds at its peak, results included."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    found = call()
-    torch.cuda.synchronize()
-    del found
-    return torch.cuda.max_memory_allocated() - before
-
-
 def peak(kind, n, name):
+    """Bytes that the call adds at its peak, results included."""
     grad = kind in ("backward", "everything")
     leaves = [randn(1, 8, n, 64, seed=x).requires_grad_(grad) for x in range(3)]
     q, k, v = leaves
@@ -278,12 +268,14 @@ def peak(kind, n, name):
         leaves.append(bias)
         kwargs |= dict(mask=bias, causal=True, softcap=9.0, window=(n // 2, None))
     dout = randn(1, 8, n, 64, seed=4)
-
-    def call():
-        out = fastattn.attention(q, k, v, **kwargs)
-        return out, torch.autograd.grad(out, leaves, dout) if grad else ()
-
-    return added(call)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = fastattn.attention(q, k, v, **kwargs)
+    grads = torch.autograd.grad(out, leaves, dout) if grad else ()
+    torch.cuda.synchronize()
+    del out, grads
+    return torch.cuda.max_memory_allocated() - before
 
 
 @on_every_backend
@@ -303,5 +295,10 @@ def test_memory_of_decoding(name, m):
     n = 131_072
     q, k, v = (randn(1, *x, 64) for x in ((8, m), (1, n), (1, n)))
     fastattn.attention(q, k, v, backend=name)
-    extra = added(lambda: fastattn.attention(q, k, v, backend=name))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fastattn.attention(q, k, v, backend=name)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before
     assert extra < 2 * n * 64 * 2, f"{extra >> 10} KB"
