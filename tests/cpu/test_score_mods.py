@@ -160,6 +160,7 @@ def test_hidden_blocks_are_not_read():
     documents = torch.arange(2 * end) // end
     out = fastattn.attention(q, k, v, mask_mod=lambda b, h, i, j: documents[i] == documents[j])
     assert out[:, :, :end].isfinite().all() and out[:, :, end:].isnan().all()
+    assert not fastattn.attention(q, k, v, mask_mod=lambda b, h, i, j: j < 0).any()
 
 
 # -- captured tensors ------------------------------------------------------------------------------
