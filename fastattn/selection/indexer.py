@@ -24,6 +24,7 @@ from .seen import (
     need_tensor,
     seen_keys,
 )
+from .vmap_rule import fold_into_items
 
 ROOM = 1 << 22  # products at a time
 _REST = struct.Struct("=QQ9q")  # of FaIndexer, after its tensors
@@ -274,3 +275,5 @@ def _backward(ctx, grad):
 
 
 _scores.register_autograd(_backward, setup_context=_save)
+for operator in (_choose, _scores):
+    fold_into_items(operator)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..backends.shared.value_checks import checks_values
 from ..namespace import add_op_namespace_prefix
 from .seen import check_lengths, seen_keys
+from .vmap_rule import fold_into_items
 
 
 @torch.library.custom_op(add_op_namespace_prefix("key_lists"), mutates_args=())
@@ -51,6 +52,9 @@ def _(indices, lengths, keys, block, causal):
     width = torch.sym_min(S, -(-keys // block))
     table = indices.new_empty((B, G, M, width), dtype=torch.int64)
     return table, indices.new_empty((B, G, M), dtype=torch.int64)
+
+
+fold_into_items(key_lists)
 
 
 def _sorted_once(x: Tensor, last: int) -> Tensor:

@@ -141,7 +141,6 @@ RANKS = {
 ONE_PROBLEM = dict(mod=("no",), qv=("no",))
 NEAR = ONE_PROBLEM | {
     "mask": ("no", "bool", "float", "float32", "empty rows", "-inf in rows"),
-    "sinks": ("no", "normal", "-inf"),
     "values": ("normal",),
     **{f"{name}_layout": LAYOUTS[:-1] for name in ("q", "k", "v", "dout")},
 }

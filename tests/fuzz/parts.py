@@ -190,26 +190,28 @@ def close(x, y, what, tolerance=1e-9):
 @part
 def vmapped(rng):
     """vmap of a call and of its gradients, over some of its tensors, against a loop; float64."""
-    problem = draw.problem(rng, torch.float64, most=40, far=False)
-    given = problem.tensors() | dict(return_lse=True)
+    form = rng.choice(("dense", "packed", "selected"))
+    levels = factors.IN_FLOAT64 | dict(dtype=("float64",), grad=("all",))
+    levels |= dict(longest=("exact", "spare"))  # vmap cannot look into offsets
+    call = checking.MAKE[form](draw.row(rng, form, 40, **factors.of_form(form, levels)))
+    given = call.tensors | call.given | dict(return_lse=True)
     tensors = [n for n, x in given.items() if isinstance(x, torch.Tensor)]
     n = rng.choice((1, 2, 3))
     along = {x: rng.randint(0, given[x].ndim) if rng.random() < 0.6 else None for x in tensors}
     if all(x is None for x in along.values()):
         along["q"] = 0
     generator = torch.Generator().manual_seed(rng.randrange(2**20))
-    batched = {x: several(given[x], n, along[x], generator) for x in tensors}
+    batched = {x: several(x, given[x], n, along[x], generator) for x in tensors}
     others = without(given, *tensors)
 
     def results(*x):
-        call = others | dict(zip(tensors, x))
-        q, k, v = (call.pop(name) for name in "qkv")
-        return tuple(map(draw.finite, fastattn.attention(q, k, v, **call, backend=name)))
+        found = call.function(**others, **dict(zip(tensors, x)), backend=name)
+        return tuple(map(draw.finite, found))
 
     def loss(*x):
         return sum(x.sin().sum() for x in results(*x))
 
-    at = tuple(tensors.index(x) for x in problem.needs_grad)
+    at = tuple(tensors.index(x) for x in call.wants)
     with somewhere(rng, torch.float64) as name:
         for what, f in (("results", results), ("gradients", grad(loss, at))):
             found = vmap(f, tuple(along.values()))(*batched.values())
@@ -218,17 +220,26 @@ def vmapped(rng):
                 for i in range(n)
             ]
             for x, y in zip(found, map(torch.stack, zip(*each)), strict=True):
-                close(x, y, what)
+                close(x, y, f"{form} {what}")
 
 
-def several(x, n, dim, generator):
-    """n examples along a new dimension. Floating point examples differ, others are equal."""
+# How examples differ in the integers of an argument. Those of `cu_q` and `cu_k` are equal.
+ANOTHER = {
+    "key_lengths": lambda x, i: (x - i).clamp(min=0),
+    "seed": lambda x, i: x + i,
+    "mask": lambda x, i: x.roll(i, -1) if x.ndim else x,
+    "indices": lambda x, i: x.roll(i, -1),
+}
+
+
+def several(name, x, n, dim, generator):
+    """n examples along a new dimension, which differ."""
     if dim is None:
         return x
+    if not x.is_floating_point():
+        return torch.stack([ANOTHER[name](x, i) if name in ANOTHER else x for i in range(n)], dim)
     found = torch.stack([x] * n, dim)
-    if x.is_floating_point():
-        return found * (1 + torch.rand(found.shape, generator=generator, dtype=x.dtype))
-    return found
+    return found * (1 + torch.rand(found.shape, generator=generator, dtype=x.dtype))
 
 
 @part

@@ -25,6 +25,9 @@ ARGUMENTS = {
     "alibi_of_items": lambda B: dict(alibi_slopes=torch.linspace(0.02, 1, B * H).view(B, H)),
     "scale": lambda B: dict(softmax_scale=0.7),
     "sinks": lambda B: dict(s_aux=torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)),
+    "sinks_apart": lambda B: dict(
+        s_aux=torch.tensor([-torch.inf, 200.0, 2.0, 0.0], dtype=torch.float64)
+    ),
 }
 
 

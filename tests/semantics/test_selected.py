@@ -108,7 +108,7 @@ def test_a_local_window_in_the_same_softmax(name):
     at = dict(place=fastattn.Place(row=N - M, rows=N), causal=True, window=(3, 0))
     parts = [
         fastattn.attention_selected(**x, indices=far, return_lse=True, backend=name),
-        fastattn.attention(**x, **at, return_lse=True),
+        fastattn.attention(**x, **at, return_lse=True, backend=name),
     ]
     i, j = torch.arange(N - M, N)[:, None], torch.arange(N)
     mask = (j < 12) | ((j <= i) & (j >= i - 3))

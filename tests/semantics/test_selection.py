@@ -303,3 +303,29 @@ def test_memory_is_that_of_the_choice():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert int(found.stdout) < 20_000  # KiB
+
+
+def test_calls_under_vmap_are_one_call(capfd):
+    """Of the indexer, its scores and their gradients, and of the choice; keys are shared."""
+    q, k = whole(3, 2, 4, 5, 7), whole(2, 9, 7, seed=1)
+    weights, lengths = whole(2, 4, 5, 3, seed=2), torch.tensor([[9, 4], [3, 0], [1, 9]])
+
+    def chosen(q, weights, lengths):
+        given = dict(causal="bottom_right", key_lengths=lengths, return_scores=True)
+        return fastattn.lightning_index(q, k, weights, 4, **given)
+
+    def attended(q, weights, lengths):
+        keys = k.unsqueeze(1)
+        indices, scores = chosen(q, weights, lengths)
+        return fastattn.attention_selected(q, keys, keys, indices), scores
+
+    leaves = [x.requires_grad_() for x in (q, k, weights)]
+    for f in (chosen, attended):
+        mapped = torch.func.vmap(f, (0, 3, 0))(q, weights, lengths)
+        each = zip(*(f(q[i], weights[..., i], lengths[i]) for i in range(3)))
+        found, expected = (
+            (*x, *torch.autograd.grad(x[1].clamp(min=-9).sin().sum(), leaves))
+            for x in (mapped, tuple(map(torch.stack, each)))
+        )
+        torch.testing.assert_close(found, expected)
+    assert "batching rule" not in capfd.readouterr().err

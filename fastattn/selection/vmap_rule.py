@@ -1,0 +1,26 @@
+"""A vmap rule for operators on batches: each tensor that they take or return begins with items."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def fold_into_items(operator: Any) -> None:
+    """Let V calls under vmap be one call with V times as many items."""
+
+    @operator.register_vmap
+    def rule(info, in_dims, *arguments):
+        V = info.batch_size
+
+        def folded(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            x = x.expand(V, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1)
+
+        found = operator(*map(folded, arguments, in_dims))
+        if isinstance(found, Tensor):
+            return found.unflatten(0, (V, found.shape[0] // V)), 0
+        return tuple(x.unflatten(0, (V, x.shape[0] // V)) for x in found), (0,) * len(found)
