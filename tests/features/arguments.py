@@ -71,7 +71,7 @@ def spread(x, layout):
 def of_scores(draw, row, B, H, M, N):
     """The arguments that act on scores: (tensors that may require a gradient, others)."""
     tensors, given = {}, {}
-    small = draw.dtype if row.get("small_dtype") == "own" else draw.wide
+    small = dict(own=draw.dtype, float64=torch.float64).get(row.get("small_dtype"), draw.wide)
     given["causal"] = {"no": False, "aligned": False, "top_left": True}.get(
         row["causal"], row["causal"]
     )
@@ -87,7 +87,10 @@ def of_scores(draw, row, B, H, M, N):
             sinks[::2] = float(row["sinks"])
         tensors["sinks"] = draw.small(sinks)
     if row["dropout"] != "no":
-        given |= dict(dropout_p=row["dropout"], seed=2**63 - 25)
+        seed = 2**63 - 25
+        given |= dict(
+            dropout_p=0.3, seed=seed if row["dropout"] == "seed" else torch.tensor([[seed]])
+        )
     if row.get("mask", "no") != "no":
         mask = draw.small(mask_of(draw, row, B, H, M, N))
         (given if mask.dtype == torch.bool else tensors)["mask"] = mask

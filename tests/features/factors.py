@@ -26,7 +26,7 @@ SCORES = {
     "alibi": ("no", "H", "BH"),
     "softcap": ("no", 4.0),
     "sinks": ("no", "normal", "-inf", "200"),
-    "dropout": ("no", 0.3),
+    "dropout": ("no", "seed", "tensor"),  # seed is a number, or a tensor
     "scale": ("no", 0.0, -0.3, 0.5),
     "mask": (*MASKS, "finfo.min"),
     "mask_shape": SHAPES,
@@ -38,7 +38,7 @@ COMMON = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "heads": ((2, 2), (4, 2), (3, 1), (17, 1)),
     "small_layout": ("contiguous", "strided", "shifted", "columns", "padded"),
-    "small_dtype": ("wide", "own"),  # of slopes and sinks
+    "small_dtype": ("wide", "own", "float64"),  # of slopes and sinks
     "grad": ("all", "no", "q", "kv", "others", "k", "v"),
     "lse": ("no", "loss"),
     "values": ("normal", "leaks", "large"),
@@ -214,7 +214,7 @@ ALONE = {
     "alibi": ("BH",),
     "softcap": (4.0,),
     "sinks": ("normal", "-inf"),
-    "dropout": (0.3,),
+    "dropout": ("seed",),
     "scale": (-0.3,),
     "mask": ("bool", "float", "-inf in rows", "-inf in blocks"),
     "mod": MODS[1:],
@@ -296,7 +296,7 @@ def edges():
     add(M=300, N=40, heads=(4, 1), causal="top_left")
     for given in (dict(causal="top_left", alibi="H"), dict(lengths="int64", sinks="normal"), {}):
         add(M=10, N=300, B=2, heads=(10, 2), Dv=24, **given)
-    add(M=10, N=300, B=2, heads=(10, 2), mask="float32", mask_shape="HMN", dropout=0.3)
+    add(M=10, N=300, B=2, heads=(10, 2), mask="float32", mask_shape="HMN", dropout="seed")
     for heads in (64, 65):  # as many rows as one task takes, and more
         add(M=2, N=130, heads=(heads, 1))
     for m in (1, 37):  # tanh is nearly the identity
@@ -306,7 +306,7 @@ def edges():
             add(M=m, N=n, B=2, mask="stairs", mask_shape=shape, dtype=dtype, lse="loss")
     # Draws of rows, keys, heads and items of a large index.
     for sizes in (dict(M=70_000, N=4), dict(M=2, N=70_000), dict(B=300), dict(heads=(300, 300))):
-        add(**dict(M=3, N=4, D=2, Dv=2) | sizes, dropout=0.3, values="normal", dtype="float32")
+        add(**dict(M=3, N=4, D=2, Dv=2) | sizes, dropout="seed", values="normal", dtype="float32")
     return found
 
 
