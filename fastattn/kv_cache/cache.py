@@ -823,7 +823,9 @@ class KVCache:
 
 
 def _let_go(pool: Pool, held: list[Tensor]) -> None:
-    with _disable_current_modes():  # a cache may be collected under any mode
+    # A cache may be collected in any mode, and under torch.func's transforms.
+    with _disable_current_modes():
+        guard = torch._C._DisableFuncTorch()  # noqa: F841
         pool.drop(used(held[0], held[1], pool.page))
 
 

@@ -74,17 +74,36 @@ def test_another_default_device():
         )
 
 
-@parametrize("mode", (FakeTensorMode, lambda: torch.device("meta"), torch.inference_mode), fast=1)
-def test_pages_are_freed_in_any_mode(mode):
+def inside(mode):
+    def run(collect):
+        with mode():
+            collect()
+
+    return run
+
+
+def under(transform):
+    def run(collect):
+        return transform(lambda x: (collect(), x.sum())[1])(torch.ones(2))
+
+    return run
+
+
+FREED = dict(fake=inside(FakeTensorMode), meta=inside(lambda: torch.device("meta")))
+FREED |= dict(inference=inside(torch.inference_mode), grad=under(torch.func.grad))
+FREED |= dict(vmap=under(torch.func.vmap), functionalised=under(torch.func.functionalize))
+
+
+@pytest.mark.parametrize("where", FREED)
+def test_pages_are_freed_anywhere(where):
     cache = KVCache(1, HK, D, capacity=8, page_size=4, grow=True)
     k = torch.ones(1, HK, 3, D)
     cache.append(k, k)
     fork = cache.fork()
     fork.append(k, k)
-    before = cache.pages_free
-    with mode():
-        del fork
-        gc.collect()
+    before, forks = cache.pages_free, [fork]
+    del fork
+    FREED[where](lambda: (forks.clear(), gc.collect()))
     assert cache.pages_free == before + 2
 
 
