@@ -127,6 +127,16 @@ def poisoned_empty():
     torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
+@pytest.fixture(autouse=True)
+def same_instruction_set():
+    """A test that fails may leave a loop over instruction sets unfinished."""
+    from fastattn.backends.native import libraries
+
+    before = libraries.cpu_isa()
+    yield
+    libraries.select_cpu_isa(before)
+
+
 @pytest.fixture
 def threads():
     """A function that sets torch's thread count until the test ends."""

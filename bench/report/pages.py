@@ -117,7 +117,8 @@ def _ratio(entry: Result) -> list[str]:
 
 def decode(results: Sequence[Result]) -> Iterator[str]:
     """One row of queries on one thread: the ratio to torch, and GB/s of keys and values."""
-    return _side_by_side("one row of queries", {_machine(x): _readings(x) for x in results})
+    grids = {_machine(x): _readings(x) for x in results}
+    return _side_by_side("one row of queries", grids, key=lambda column: int(column[2:]))
 
 
 def _readings(result: Result) -> Grid:
@@ -131,10 +132,15 @@ def _readings(result: Result) -> Grid:
     return grid
 
 
-def _side_by_side(corner: str, grids: Mapping[str, Grid]) -> Iterator[str]:
-    """A line for each row of the grids and each machine that has entries in it."""
+def _side_by_side(
+    corner: str, grids: Mapping[str, Grid], key: Callable[[str], int] | None = None
+) -> Iterator[str]:
+    """A line for each row of the grids and each machine that has entries in it. key: what sorts
+    columns, which else have the order of their entries."""
     every = [(title, row) for grid in grids.values() for title, row in grid.items()]
     columns = list(dict.fromkeys(column for _, row in every for column in row))
+    if key:
+        columns.sort(key=key)
     rows = [
         [title, machine, *(grid[title].get(column, "") for column in columns)]
         for title in dict.fromkeys(title for title, _ in every)

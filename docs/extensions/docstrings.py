@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from pkgutil import resolve_name
 
+import torch
+
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 ENTRY = re.compile(r"^- \[`fastattn\.([\w.]+)`\]\(([^)]+)\)$", re.M)
 FILES = {  # of each name
@@ -55,8 +57,10 @@ def documented(entry):
     """What autodoc reads for an item of a list."""
     name = f"fastattn.{entry[1]}"
     directive = f".. autofunction:: {name}"
-    if inspect.isclass(resolve_name(name)):
+    if inspect.isclass(found := resolve_name(name)):
         directive = f".. autoclass:: {name}\n   :members:"
+        if issubclass(found, torch.nn.Module):
+            directive += "\n   :inherited-members: Module"  # `forward`, but nothing of torch's
     return f"```{{eval-rst}}\n{directive}\n```"
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ _HELD = {
 }
 
 
-@dataclass(eq=False, repr=False)
 class StructuredMask:
     """The object that `make_mask` gives the model for `attend`, in place of a (B,1,M,N) tensor.
 
@@ -43,13 +41,23 @@ class StructuredMask:
     computes attention itself.
     """
 
-    ndim: ClassVar[int] = 4
-    dtype: ClassVar[torch.dtype] = torch.bool
+    ndim = 4
+    dtype: torch.dtype = torch.bool
     shape: tuple[int, ...]
     arguments: dict[str, Any]
     exact: Callable[[], Tensor]
-    starts: Tensor | None = None
-    _offsets: tuple[Tensor, int] | None = field(default=None, init=False)
+    starts: Tensor | None
+
+    # Not a dataclass: FSDP takes those apart, to cast their tensors.
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        arguments: dict[str, Any],
+        exact: Callable[[], Tensor],
+        starts: Tensor | None = None,
+    ):
+        self.shape, self.arguments, self.exact, self.starts = shape, arguments, exact, starts
+        self._offsets: tuple[Tensor, int] | None = None
 
     @property
     def offsets(self) -> tuple[Tensor, int] | None:

@@ -275,5 +275,5 @@ def _backward(ctx, grad):
 
 
 _scores.register_autograd(_backward, setup_context=_save)
-for operator in (_choose, _scores):
+for operator in (_choose, _scores, _scores_backward):
     fold_into_items(operator)

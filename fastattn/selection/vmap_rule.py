@@ -20,6 +20,8 @@ def fold_into_items(operator: Any) -> None:
             x = x.expand(V, *x.shape) if dim is None else x.movedim(dim, 0)
             return x.flatten(0, 1)
 
+        if V == 0:
+            raise ValueError("vmap: got a dimension of size 0, expected one call or more")
         found = operator(*map(folded, arguments, in_dims))
         if isinstance(found, Tensor):
             return found.unflatten(0, (V, found.shape[0] // V)), 0

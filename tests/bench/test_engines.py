@@ -105,6 +105,14 @@ def test_outputs_are_verified_before_they_are_timed(engine):
     assert all(found[name]["ms"] is None for name in VARIANTS)
 
 
+def test_nothing_is_timed_if_ours_is_wrong(engine):
+    peers.PEERS[SUBJECT] = peers.Peer(SUBJECT, "tiny", "wrong")
+    with measure.Workers(dict(peers.PEERS), 1) as workers:
+        record = measure.measure(ROW, workers, 0.001)
+    assert record["status"] == "failed" and record["peers"][BASELINE]["ms"] is None
+    assert "FAILED, not timed: its output is off" in next(report.lines(record))
+
+
 def test_the_command_names_what_is_absent_and_saves(engine, monkeypatch, capsys):
     monkeypatch.setattr(environments, "FOLDER", engine / "none")
     absent = environments.Environment("vllm", "MIT", ())

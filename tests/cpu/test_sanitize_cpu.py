@@ -15,6 +15,7 @@ import torch
 import fastattn
 from fastattn.backends import base
 from fastattn.backends.native import libraries
+from fastattn.dispatch import operation
 from tests.cpu.test_amx import TILED
 from tests.gpu_emulation.emulator import compiler
 from tests.sanitize_cpu import __main__ as command
@@ -105,13 +106,18 @@ def test_a_failed_build_is_reported(monkeypatch, capsys):
 # ------------------------------------------------------------------------------- what it runs
 
 
+def run_on(backend):
+    base.register(backend)
+    operation.forget_plans()  # which keep a backend
+
+
 @pytest.fixture
 def guarded_backend():
     before = base.get("cpu")
     found = guards.GuardedCpu()
-    base.register(found)
+    run_on(found)
     yield found
-    base.register(before)
+    run_on(before)
 
 
 # This machine's best set; and tiles, which read keys and rows 32 at a time.
@@ -121,7 +127,7 @@ guarded_calls = pytest.mark.parametrize("dtype, isa", GUARDED)
 
 
 @guarded_calls
-@pytest.mark.parametrize("kind", calls.KINDS)
+@pytest.mark.parametrize("kind", sorted(calls.KINDS.keys() - {"indexer"}))
 @pytest.mark.parametrize("place", guards.PLACES)
 def test_calls_are_right_between_guard_pages(kind, place, dtype, isa, guarded_backend, one_thread):
     guarded_backend.place, before = place, guards.Guarded.launches
@@ -141,9 +147,9 @@ def test_guard_pages_change_no_bit(dtype, isa, causal, guarded_backend, one_thre
         problem = build(Dims(1, 2, 1, m, n, d, d), (), DTYPES[dtype])
         problem.kwargs["causal"] = causal
         with variant(isa):
-            base.register(guarded_backend)
+            run_on(guarded_backend)
             found = problem.run(fastattn.attention, backend="cpu")
-            base.register(guards.Cpu())
+            run_on(guards.Cpu())
             expected = problem.run(fastattn.attention, backend="cpu")
         for name, x in expected.items():
             assert torch.equal(x, found[name]), (m, n, d, name)

@@ -243,6 +243,9 @@ def test_an_index_out_of_range_raises_where_it_is_seen(isa, dtype):
         table = torch.cat([small, torch.zeros(H, N)], 1)
         same = lambda s, b, h, i, j: s + table[h, (i - j).clamp(min=0)]  # noqa: E731
         assert torch.equal(out, fastattn.attention(q, k, v, score_mod=same, causal=True))
+        near = dict(mask_mod=lambda b, h, i, j: (i >= j) & ((i + j) % 3 > 0))
+        out = fastattn.attention(q, k, v, score_mod=hidden, **near)
+        assert torch.equal(out, fastattn.attention(q, k, v, score_mod=same, **near))
 
 
 def test_nothing_outside_of_a_table_is_read():

@@ -112,6 +112,19 @@ def test_each_call_is_passed_on_unchanged(seed, library, monkeypatch):
             assert without(params, "workspace") == by_python(libraries.BACKWARD, s, t, after)
 
 
+def test_a_library_of_another_abi_is_refused_before_its_entries_are_used(library, monkeypatch):
+    monkeypatch.setattr(libraries, "FIELDS", "q k")
+    found, entry = [], libraries.Library.entry
+    monkeypatch.setattr(
+        libraries.Library,
+        "entry",
+        lambda self, name, *x: (found.append(name), entry(self, name, *x))[1],
+    )
+    with pytest.raises(OSError, match=r"another version of .*: the fields of FaParams are"):
+        libraries.CudaLibrary(library.path)
+    assert found == ["fa_cuda_abi_fields"]
+
+
 def test_the_device_its_chip_and_the_stream_are_those_of_the_call(library, monkeypatch):
     s, t = described("square", torch.float16, {}, {})
     chips = gpu.Chip(108, 80), gpu.Chip(132, 90), gpu.Chip(108, 80)

@@ -28,6 +28,7 @@ def functions(kind):
     documents = torch.sort(torch.randint(0, 3, (B, N), generator=g)).values
     same = lambda b, h, i, j: (documents[b, i] == documents[b, j]) | (i == j)  # noqa: E731
     return {
+        "table": (lambda s, b, h, i, j: s.tanh() * 3 + table[h, i - j + N], None, (table,)),
         "documents": (None, same, ()),
         "both": (lambda s, b, h, i, j: s + table[h, i - j + N] + b * 0.1 * j, same, (table,)),
         "bias": (lambda s, b, h, i, j: s + bias[h, i, j], same, (bias,)),
@@ -56,7 +57,7 @@ def run(group, kind, strategy, layout, arguments):
     return train(distributed.attention, *own, kind, **about, **arguments)
 
 
-@pytest.mark.parametrize("kind", ["documents", "both", "bias"])
+@pytest.mark.parametrize("kind", ["table", "documents", "both", "bias"])
 @pytest.mark.parametrize("strategy, count, layout", WAYS, ids=str)
 def test_results_and_gradients(four, strategy, count, layout, kind):
     arguments = dict(causal=True, softcap=9.0) if kind == "both" else {}
@@ -71,6 +72,36 @@ def test_results_and_gradients(four, strategy, count, layout, kind):
             for x in each:
                 torch.testing.assert_close(x, right, rtol=1e-10, atol=1e-11)
                 assert torch.equal(x, each[0])
+
+
+CU = torch.tensor([0, 20, 20, 31, 2 * N])
+
+
+def packed(attention, q, k, v, dout, **arguments):
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    score_mod, _, learned = functions("table")
+    near = lambda b, h, i, j: i - j < 9 + b  # noqa: E731
+    out = attention(q, k, v, CU, CU, score_mod=score_mod, mask_mod=near, **arguments)
+    return out.detach(), *torch.autograd.grad((out * dout).sum(), (q, k, v, *learned))
+
+
+def run_packed(group, strategy):
+    own = [distributed.shard(x, dim=0, group=group) for x in map(flat, tensors())]
+    return packed(distributed.attention_packed, *own, strategy=strategy, group=group)
+
+
+def flat(x):
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.parametrize("strategy, count", [("gather", 3), ("ulysses", 2)], ids=str)
+def test_packed_batches(four, strategy, count):
+    found = four.results(count, run_packed, strategy)
+    expected = packed(fastattn.attention_packed, *map(flat, tensors()))
+    for at, right in enumerate(expected):
+        each = [x[at] for x in found]
+        got = torch.cat(each) if at < 4 else each[0]
+        torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-11)
 
 
 def disagree(group, how):

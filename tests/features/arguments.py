@@ -87,10 +87,8 @@ def of_scores(draw, row, B, H, M, N):
             sinks[::2] = float(row["sinks"])
         tensors["sinks"] = draw.small(sinks)
     if row["dropout"] != "no":
-        seed = 2**63 - 25
-        given |= dict(
-            dropout_p=0.3, seed=seed if row["dropout"] == "seed" else torch.tensor([[seed]])
-        )
+        forms = {"seed": int, "tensor": torch.tensor, "matrix": lambda x: torch.tensor([[x]])}
+        given |= dict(dropout_p=0.3, seed=forms[row["dropout"]](2**63 - 25))
     if row.get("mask", "no") != "no":
         mask = draw.small(mask_of(draw, row, B, H, M, N))
         (given if mask.dtype == torch.bool else tensors)["mask"] = mask
@@ -157,6 +155,7 @@ def span(row):
 SHOWN = {  # what mask_mods show; the last two have a structure that is recognised
     "mask_mod": lambda b, h, i, j: (i // 7 >= j // 11) | (j % 5 == 0),
     "of heads": lambda b, h, i, j: i + 3 * h >= j + 2 * b,
+    "some rows": lambda b, h, i, j: (i % 40 > 5) & (j > 7) & ((i // 7 >= j // 11) | (j % 5 == 0)),
     "band": lambda b, h, i, j: (j <= i + 2) & (i - j < 40),
     "blocks": lambda b, h, i, j: i // 48 == j // 48,
 }

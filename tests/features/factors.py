@@ -15,10 +15,25 @@ ROWS = (17, 1, 2, 4, 5, 8, 9, 16, 33, 64, 65, 129)
 KEYS = (33, 1, 15, 16, 17, 63, 65, 127, 128, 129, 513, 650)
 WIDTHS = (16, 1, 3, 8, 17, 32, 33, 64, 80, 128)
 LAYOUTS = ("contiguous", "permuted", "offset", "columns", "expanded", "shifted", "apart", "negated")
-MODS = ("no", "table", "mask_mod", "of heads", "band", "blocks", "softcap", "alibi")
+MODS = ("no", "table", "mask_mod", "of heads", "some rows", "band", "blocks", "softcap", "alibi")
 MASKS = ("no", "bool", "float", "float32", "empty rows", "-inf in rows", "blocks", "-inf in blocks")
 MASKS += ("stairs", "-inf in stairs")
-SHAPES = ("BHMN", "B11N", "HMN", "MN", "N", "1HM1", "1H1N", "B1MN", "BHM1", "11MN", "B1M1", "BH1N")
+SHAPES = (
+    "BHMN",
+    "B11N",
+    "HMN",
+    "MN",
+    "N",
+    "1HM1",
+    "1H1N",
+    "B1MN",
+    "BHM1",
+    "11MN",
+    "B1M1",
+    "BH1N",
+    "11M1",
+    "1111",
+)
 SCORES = {
     "causal": ("no", "top_left", "bottom_right", "aligned"),
     "window": ("no", (5, 3), (4, None), (None, 2), (0, 0), (70, 0)),
@@ -26,7 +41,7 @@ SCORES = {
     "alibi": ("no", "H", "BH"),
     "softcap": ("no", 4.0),
     "sinks": ("no", "normal", "-inf", "200"),
-    "dropout": ("no", "seed", "tensor"),  # seed is a number, or a tensor
+    "dropout": ("no", "seed", "tensor", "matrix"),  # forms of seed
     "scale": ("no", 0.0, -0.3, 0.5),
     "mask": (*MASKS, "finfo.min"),
     "mask_shape": SHAPES,
@@ -149,7 +164,6 @@ IN_FLOAT64 = NEAR | dict(dtype=("float64",), mask=tuple(x for x in NEAR["mask"] 
 FORMS = {"dense": DENSE, "packed": PACKED, "paged": PAGED, "selected": SELECTED, "cache": CACHE}
 SHORT = ("M", "N", "B", "D", "Dv", "dtype", "heads", "q_layout", "k_layout", "v_layout", "causal")
 SHORT += ("scale", "values", "way", "dout_layout", "small_layout", "small_dtype", "mask_shape")
-FEW_BITS = PAGED["stored"][1:]
 # The factor that tests an argument of `attention`, `attention_packed` or `attention_selected`, or a
 # tensor of `spec.Tensors`.
 FACTOR_OF = {

@@ -1,4 +1,4 @@
-"""What else models of transformers pass: weights, dropout, checkpoints, beams, wrong arguments."""
+"""What else models of transformers pass: weights, dropout, checkpoints, wrong arguments."""
 
 import pytest
 import torch

@@ -298,3 +298,11 @@ def test_a_head_made_in_a_notebook_is_treated_as_its_base_class():
 
     assert ours._why_not(made("BertPreTrainedModel")) is None
     assert "computes its own" in ours._why_not(made("BloomPreTrainedModel"))
+
+
+def test_a_mask_passes_through_fsdp():
+    """FSDP casts the tensors of what a layer gets, and takes dataclasses apart for that."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    mask = StructuredMask((1, 1, 3, 3), {"causal": True}, lambda: torch.ones(1, 1, 3, 3))
+    assert _apply_to_tensors(lambda x: x.half(), {"mask": mask})["mask"] is mask

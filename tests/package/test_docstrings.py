@@ -129,7 +129,10 @@ def members(name, public, is_result=False):
     Methods that override one of torch.nn.Module, as extra_repr does, have torch's documentation.
     """
     yield Public(name, public, is_result)
-    for member, x in vars(public).items() if isinstance(public, type) else ():
+    own = dict(vars(public)) if isinstance(public, type) else {}
+    if isinstance(public, type) and issubclass(public, torch.nn.Module):
+        own["forward"] = public.forward  # of a base class, too
+    for member, x in own.items():
         x = x.__func__ if isinstance(x, (classmethod, staticmethod)) else x
         of_torch = issubclass(public, torch.nn.Module) and hasattr(torch.nn.Module, member)
         if member.startswith("_") or (of_torch and member != "forward"):

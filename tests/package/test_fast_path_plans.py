@@ -209,9 +209,11 @@ def test_many_threads_call_at_once(one_thread):
     calls = [plain(m, n) for m, n in ((1, 1), (3, 5), (64, 64), (300, 200), (2, 2000))]
 
     def with_gradient(q, k, v):
-        leaf = q.clone().requires_grad_()
-        out = fastattn.attention(leaf, k, v)
-        return out.detach(), *torch.autograd.grad(out.sum(), leaf)
+        sinks, bias = torch.zeros(q.shape[1]), torch.zeros(q.shape[2], k.shape[2])
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, bias, sinks)]
+        arguments = dict(zip(("mask", "sinks"), leaves[3:]), dropout_p=0.2, seed=1)
+        out = fastattn.attention(*leaves[:3], **arguments)
+        return out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)
 
     rights = [(attend(*x), *with_gradient(*x)) for x in calls]
 

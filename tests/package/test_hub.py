@@ -120,3 +120,14 @@ def test_imports_are_those_that_the_hub_allows(hub, variants):
     for path in variants[1].rglob("*.py"):
         if "integrations" not in path.parts:
             assert not list(hub.foreign_imports(path))
+
+
+def test_other_imports_are_found(hub, tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import os, torch.nn\nimport numpy as np\nfrom . import api\nfrom triton import jit\n"
+        "try:\n    import yaml\nexcept ImportError:\n    pass\n"
+        "def f():\n    import scipy\n    from fastattn.api import attention\n"
+    )
+    found = [line.rpartition(" ")[2] for line in hub.foreign_imports(path)]
+    assert sorted(found) == ["fastattn.api", "numpy", "yaml"]

@@ -61,8 +61,21 @@ def derivatives(rng, D, dtype, backend, **levels):
     tangents.passes(backend, made, *tangents.directions(made), known=rng.random() < 0.5)
 
 
+def indexer(rng, D, dtype, backend, **levels):
+    """An indexer's choice of keys."""
+    B, H, M, N = (
+        rng.randint(1, 2),
+        rng.choice((1, 5, 16, 33)),
+        rng.randint(1, 9),
+        rng.randint(0, MOST),
+    )
+    wide, dtype = torch.randn(B, H, M), DTYPES[dtype]
+    q, k = torch.randn(B, H, M, D, dtype=dtype), torch.randn(B, N, D, dtype=dtype)
+    fastattn.lightning_index(q, k, wide, rng.randint(0, 20), causal=rng.random() < 0.5)
+
+
 KINDS = {form: lambda *x, form=form, **levels: call(form, *x, **levels) for form in factors.FORMS}
-KINDS |= dict(weights=weights, derivatives=derivatives)
+KINDS |= dict(weights=weights, derivatives=derivatives, indexer=indexer)
 
 
 def cache(number):

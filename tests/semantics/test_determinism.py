@@ -37,8 +37,8 @@ SHAPES = {
     "one_query_of_groups": Dims(1, 8, 2, 1, 5001, 32, 32),  # all threads share its keys
 }
 # Calls of other forms, of sizes that threads share.
-SIZES = dict(M=(2, 130), N=(1500, 300))
-SELECTED = dict(B=(1,), M=(160,), N=(300, 129), heads=((32, 2),), lists=("one",))
+SIZES = dict(M=(2, 130), N=(1500, 300), grad=("all",))
+SELECTED = dict(grad=("all",), B=(1,), M=(160,), N=(300, 129), heads=((32, 2),), lists=("one",))
 OTHERS = [("packed", SIZES), ("selected", SELECTED)]
 OTHERS += [("paged", SIZES | dict(stored=(x,), page=(16, 64))) for x in factors.PAGED["stored"]]
 ROWS = [(form, row) for form, levels in OTHERS for row in factors.rows(form, most=4, **levels)]

@@ -328,4 +328,14 @@ def test_calls_under_vmap_are_one_call(capfd):
             for x in (mapped, tuple(map(torch.stack, each)))
         )
         torch.testing.assert_close(found, expected)
+    scores = chosen(q[0], weights[..., 0], lengths[0])[1]
+    incoming = torch.randn(3, *scores.shape)
+
+    def gradients(x):
+        return torch.autograd.grad(scores, leaves, x, retain_graph=True)
+
+    each = zip(*map(gradients, incoming))
+    torch.testing.assert_close(torch.func.vmap(gradients)(incoming), tuple(map(torch.stack, each)))
     assert "batching rule" not in capfd.readouterr().err
+    with pytest.raises(ValueError, match="vmap: got a dimension of size 0"):
+        torch.func.vmap(chosen, (0, 3, 0))(q[:0], weights[..., :0], lengths[:0])

@@ -201,13 +201,19 @@ def test_more_heads_than_16_bits(name, batch, heads):
 
 
 @every_backend
-def test_inference_then_training(name):
-    """A call in inference mode caches nothing that breaks a later training call."""
-    q, k, v = (randn(1, 2, 9, 8, seed=x) for x in range(3))
+@pytest.mark.parametrize("scored", [False, True])
+def test_inference_then_training(name, scored):
+    """A call in inference mode caches nothing that breaks a later training call, and has its
+    bits."""
+    q, k, v = (randn(1, 2, 70, 8, seed=x) for x in range(3))
+    given = dict(causal=True, backend=name)
+    if scored:
+        given |= dict(mask=randn(70, 70, seed=3), sinks=randn(2, seed=4), softcap=3.0)
+        given |= dict(dropout_p=0.3, seed=5)
     with torch.inference_mode():
-        first = fastattn.attention(q, k, v, causal=True, backend=name)
+        first = fastattn.attention(q, k, v, **given)
     q.requires_grad_()
-    out = fastattn.attention(q, k, v, causal=True, backend=name)
+    out = fastattn.attention(q, k, v, **given)
     assert torch.equal(out, first) and out.requires_grad
     out.sum().backward()
     assert q.grad.isfinite().all()

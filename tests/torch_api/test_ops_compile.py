@@ -18,8 +18,9 @@ from tests.support.torch_calls import everything, inputs, op_arguments, rand
 @pytest.mark.parametrize("grads", [False, True])
 def test_opcheck(grads):
     torch.library.opcheck(torch.ops.fastattn.attention.default, op_arguments(grads))
-    arguments = op_arguments(grads, v=False, normaliser=True)
-    torch.library.opcheck(torch.ops.fastattn.weights.default, arguments)
+    for average in (False, True):
+        arguments = op_arguments(grads, v=False, normaliser=True, average=average)
+        torch.library.opcheck(torch.ops.fastattn.weights.default, arguments)
 
 
 def test_weights_by_a_given_lse_compile_as_one_graph_of_any_size():
