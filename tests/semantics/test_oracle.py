@@ -12,9 +12,12 @@ from tests.support import naive
 from tests.support.cases import DTYPES, FEATURE, SHAPES, Dims, build
 from tests.support.marks import parametrize
 
+# Where all scores are finfo.min, torch differentiates its logsumexp wrongly: each score less the
+# rounded result is 0, so that each key has the weight 1.
 ROWS = factors.rows(
     "dense",
     **factors.ONE_PROBLEM,
+    mask=tuple(x for x in factors.SCORES["mask"] if x != "finfo.min"),
     **dict(M=(5, 1, 17), N=(7, 1, 33), D=(3, 1, 8), Dv=(3, 1, 5), dtype=("float64",), B=(4, 1)),
     **dict(
         row_invariant=(False,), values=("normal",), grad=("all",), heads=((2, 2), (4, 2), (3, 1))
