@@ -60,6 +60,9 @@ class Tree:
         (self.root / "build").mkdir()
         for built in (root / "build").glob("*-*.*.*"):  # packages beside the environment
             (self.root / "build" / built.name).symlink_to(built)
+        for built in ("emu", "ptx", "once"):  # by the contents of their sources: see build_lock.py
+            if (root / "build" / built).exists():
+                shutil.copytree(root / "build" / built, self.root / "build" / built)
         site = folder / "site"
         site.mkdir(exist_ok=True)
         (site / "sitecustomize.py").write_text(NO_EDITABLE)
