@@ -17,7 +17,7 @@ struct Scratch {
   }
   // The same, or null if it is not wanted.
   template <class E>
-  E* array_if(bool wanted, int64_t n) {
+  E* array_if(int64_t n, bool wanted) {
     return wanted ? array<E>(n) : nullptr;
   }
 };

@@ -60,7 +60,7 @@ struct Jvp {
     bool moves = scores_move(p), bends = moves && has_derivative(p);
     // [D][lanes], and [Dv][lanes] not yet divided by l. Tangents of inputs are null if zero.
     R* q = take.array<R>(p.D * lanes);
-    R* q_t = take.array_if<R>(p.q_t.data, p.D * lanes);
+    R* q_t = take.array_if<R>(p.D * lanes, p.q_t.data != nullptr);
     R* out = take.array<R>(p.Dv * lanes);
     R* out_t = take.array<R>(p.Dv * lanes);
     R* m = take.array<R>(lanes);
@@ -68,13 +68,13 @@ struct Jvp {
     R* mu = take.array<R>(lanes);
     R* rescale = take.array<R>(lanes);
     R* s = take.array<R>(tile);  // this and the next three: [keys][lanes]
-    R* s_t = take.array_if<R>(moves, tile);
-    R* derivative = take.array_if<R>(bends, tile);
-    R* second = take.array_if<R>(bends, tile);
+    R* s_t = take.array_if<R>(tile, moves);
+    R* derivative = take.array_if<R>(tile, bends);
+    R* second = take.array_if<R>(tile, bends);
     R* k = take.array<R>(keys * p.D);
     R* v = take.array<R>(keys * wide);
-    R* k_t = take.array_if<R>(p.k_t.data, keys * p.D);
-    R* v_t = take.array_if<R>(p.v_t.data, keys * wide);
+    R* k_t = take.array_if<R>(keys * p.D, p.k_t.data != nullptr);
+    R* v_t = take.array_if<R>(keys * wide, p.v_t.data != nullptr);
     R* rows = take.array<R>(kLanes<R> * std::max(p.D, p.Dv));
     ScoreScratch<R> score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * kLanes<R> : 0);
   };
