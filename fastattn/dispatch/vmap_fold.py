@@ -53,8 +53,8 @@ class Fold(NamedTuple):
         for name, x_t, dim_t in zip(DIFFERENTIABLE, tangents, dims_t):
             at, a = INDEX[name], ARGUMENTS[name]
             if x_t is not None and a.broadcast and (dim_t is None) != (dims[at] is None):
-                folded[at] = self._broadcast(a, _front(self.V, t.given(name), dims[at]), 0)
-                x_t, dim_t = _front(self.V, x_t, dim_t), 0
+                folded[at] = self._broadcast(a, front(self.V, t.given(name), dims[at]), 0)
+                x_t, dim_t = front(self.V, x_t, dim_t), 0
             moves.append(self._argument(a, x_t, dim_t))
         return folded, moves
 
@@ -77,7 +77,7 @@ class Fold(NamedTuple):
     def _merge(self, shape: str, x: Tensor, dim: Dim) -> Tensor:
         at = self.at(shape)
         assert at is not None
-        x = _front(self.V, x, dim).movedim(0, at)
+        x = front(self.V, x, dim).movedim(0, at)
         return x.reshape(*x.shape[:at], self.V * x.shape[at + 1], *x.shape[at + 2 :])
 
     def _argument(self, a: Argument, x: Tensor | None, dim: Dim) -> Tensor | None:
@@ -95,7 +95,7 @@ class Fold(NamedTuple):
         shape = next(s for s in a.shapes if self.at(s) is not None)
         at = self.at(shape)
         assert at is not None
-        x = _front(self.V, x, dim).unsqueeze(1 + at)
+        x = front(self.V, x, dim).unsqueeze(1 + at)
         size = self.sizes[shape.split()[at]]
         return self._merge(shape, x.expand(*x.shape[: 1 + at], size, *x.shape[2 + at :]), 0)
 
@@ -106,7 +106,7 @@ class Fold(NamedTuple):
         own = at - (full - x.ndim)
         if dim is None and (own < 0 or x.shape[own] == 1):
             return x  # the same for all calls
-        x = _front(self.V, x, dim)
+        x = front(self.V, x, dim)
         x = x.reshape(self.V, *[1] * (1 + full - x.ndim), *x.shape[1:])
         size = self.sizes[shape.split()[at]]
         return self._merge(shape, x.expand(*x.shape[: 1 + at], size, *x.shape[2 + at :]), 0)
@@ -155,6 +155,6 @@ def pick(tensors: Sequence[Any], dims: Sequence[Dim], i: int) -> list[Any]:
     return [x if x is None or dim is None else x.select(dim, i) for x, dim in zip(tensors, dims)]
 
 
-def _front(V: int, x: Tensor, dim: Dim) -> Tensor:
+def front(V: int, x: Tensor, dim: Dim) -> Tensor:
     """x with the mapped dimension first; expanded to V if x is not mapped."""
     return x.expand(V, *x.shape) if dim is None else x.movedim(dim, 0)

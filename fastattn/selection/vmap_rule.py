@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..dispatch.vmap_fold import front
+
 
 def fold_into_items(operator: Any) -> None:
     """Let V calls under vmap be one call with V times as many items."""
@@ -13,16 +15,14 @@ def fold_into_items(operator: Any) -> None:
     @operator.register_vmap
     def rule(info, in_dims, *arguments):
         V = info.batch_size
-
-        def folded(x: Any, dim: int | None) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            x = x.expand(V, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.flatten(0, 1)
-
         if V == 0:
             raise ValueError("vmap: got a dimension of size 0, expected one call or more")
-        found = operator(*map(folded, arguments, in_dims))
+        found = operator(
+            *(
+                front(V, x, dim).flatten(0, 1) if isinstance(x, Tensor) else x
+                for x, dim in zip(arguments, in_dims)
+            )
+        )
         if isinstance(found, Tensor):
             return found.unflatten(0, (V, found.shape[0] // V)), 0
         return tuple(x.unflatten(0, (V, x.shape[0] // V)) for x in found), (0,) * len(found)

@@ -18,22 +18,8 @@ LAYOUTS = ("contiguous", "permuted", "offset", "columns", "expanded", "shifted",
 MODS = ("no", "table", "mask_mod", "of heads", "some rows", "band", "blocks", "softcap", "alibi")
 MASKS = ("no", "bool", "float", "float32", "empty rows", "-inf in rows", "blocks", "-inf in blocks")
 MASKS += ("stairs", "-inf in stairs")
-SHAPES = (
-    "BHMN",
-    "B11N",
-    "HMN",
-    "MN",
-    "N",
-    "1HM1",
-    "1H1N",
-    "B1MN",
-    "BHM1",
-    "11MN",
-    "B1M1",
-    "BH1N",
-    "11M1",
-    "1111",
-)
+SHAPES = ("BHMN", "B11N", "HMN", "MN", "N", "1HM1", "1H1N", "B1MN", "BHM1", "11MN", "B1M1", "BH1N")
+SHAPES += ("11M1", "1111")
 SCORES = {
     "causal": ("no", "top_left", "bottom_right", "aligned"),
     "window": ("no", (5, 3), (4, None), (None, 2), (0, 0), (70, 0)),
