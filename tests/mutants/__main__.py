@@ -8,6 +8,7 @@ compile, is no fault: the next place is taken. More arguments go to pytest.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ def options():
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", type=int, default=0, help="places that an earlier run has taken")
     parser.add_argument("--only", default="", help="a folder or a file, from the root")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="plant none")
@@ -39,7 +41,7 @@ def options():
 
 def main():
     given, more = options()
-    faults = drawn(ROOT, given.seed, given.only)
+    faults = itertools.islice(drawn(ROOT, given.seed, given.only), given.skip, None)
     if given.list:
         for fault, _ in zip(faults, range(given.count)):
             print(fault, *fault.diff((ROOT / fault.file).read_text()), sep="\n    ")
@@ -82,7 +84,7 @@ class Trial:
 
     def __init__(self, faults, count):
         self.faults, self.left, self.lock = faults, count, threading.Lock()
-        self.results, self.redrawn = [], 0
+        self.results, self.redrawn, self.taken = [], 0, 0
 
     def work(self, tree):
         while (fault := self.next()) is not None:
@@ -98,6 +100,7 @@ class Trial:
     def next(self):
         with self.lock:
             self.left -= 1
+            self.taken += self.left >= 0
             return next(self.faults, None) if self.left >= 0 else None
 
     def add(self, fault, changed, failed, seconds):
@@ -116,7 +119,8 @@ class Trial:
         for x in survivors:
             print(f"\n{x['file']}:{x['line']}: {x['rule']}", *x["diff"], sep="\n    ")
         total = len(self.results)
-        print(f"\n{total - len(survivors)} of {total} faults detected, {self.redrawn} redrawn")
+        counted = f"{self.redrawn} redrawn of {self.taken} places"
+        print(f"\n{total - len(survivors)} of {total} faults detected, {counted}")
 
 
 if __name__ == "__main__":

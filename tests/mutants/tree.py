@@ -27,7 +27,7 @@ TESTED_IN = dict(dispatch="torch_api", dropin="torch_api", flash_attn="integrati
 TESTED_IN |= dict(kernels="triton", score="score_mods")
 # Tests that build or copy the installed package, which the copy is not.
 OF_INSTALLED = ["broken_library", "types", "wheel"]
-MEMORY = 12 << 30  # a fault may ask for any amount
+MEMORY = 20 << 30  # a fault may ask for any amount; a test reserves 9 GB that it does not use
 DEFAULT, NEAR = "semantics", 8  # files that are likely to fail
 MOST = 1800  # seconds of a run
 
