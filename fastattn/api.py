@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack  # torch depends on it
 
 from .backends.native.libraries import cpu_unavailable
+from .backends.native.marshalling import kind
 from .backends.shared.per_sequence import longest
 from .backends.triton.runtime import unavailable as triton_unavailable
 from .call.argument_hints import by_position
@@ -46,17 +47,19 @@ from .dispatch import (
     library_ops,  # noqa: F401  registers the operators that `dispatcher` dispatches to
 )
 from .dispatch.dispatcher import call
-from .dispatch.operation import ATTENTION, WEIGHTS
+from .dispatch.operation import ATTENTION, MAX_PLANS, WEIGHTS
 from .dispatch.torch_function import (
     handle,
     is_compiling,
     is_dynamo_compiling,
     is_overridden,
+    is_plain,
 )
+from .score_mods.kept_calls import About
+from .score_mods.kept_calls import mod_call as made_of
 from .score_mods.lowering import Begin, Lowered
 from .score_mods.mod_call import ModCall
 from .score_mods.recognition import Shape
-from .score_mods.tracing import trace_mask_mod, trace_score_mod
 
 IN_TOKENS = TOKENS, TOKENS
 _MASK, *_AS_GIVEN, _SEED = (name for name in Tensors._field_defaults if name in DEFAULTS)
@@ -192,10 +195,10 @@ def attention(
     """
     if surplus:
         raise by_position("attention", "q, k, v", surplus)
-    if qv is None and return_lse is False and not is_dynamo_compiling():
-        out = fast_path.attend(_FAST, q, k, v, arguments)
-        if out is not None:
-            return out
+    if qv is None and not is_dynamo_compiling():
+        found = fast_path.attend(_FAST, q, k, v, return_lse, arguments)
+        if found is not None:
+            return found
     if return_lse is not True and return_lse is not False:
         return_lse = flag("return_lse", return_lse)
     if v is None:
@@ -341,6 +344,12 @@ def attention_packed(
     """
     if surplus:
         raise by_position("attention_packed", "q, k, v, cu_q, cu_k", surplus)
+    where = cu_q, cu_k, block_table, max_q, max_k, k_scale, v_scale
+    known = max_q is not None and (max_k is not None or cu_k is None)  # a plan sees no offsets
+    if known and qv is None and not is_dynamo_compiling():
+        found = fast_path.attend(_FAST_PACKED, q, k, v, *where, return_lse, arguments)
+        if found is not None:
+            return found
     if return_lse is not True and return_lse is not False:
         return_lse = flag("return_lse", return_lse)
     if v is None:
@@ -355,11 +364,10 @@ def attention_packed(
         own = {"block_table": block_table, "max_q": max_q, "max_k": max_k}
         own |= {"k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse}
         return handle(attention_packed, (q, k, v), cu_q, cu_k, **own, **arguments)
-    where = cu_q, cu_k, block_table, max_q, max_k, k_scale, v_scale
     t, o = prepare_packed(q, k, v, *where, arguments)
     out, normaliser = call(ATTENTION, t, o)
     out = rows_first(out)
-    return (out, rows_first(normaliser[0])) if return_lse else out
+    return (out, _packed_lse(normaliser)) if return_lse else out
 
 
 @advice.public
@@ -455,6 +463,10 @@ def attend(
 
     orders, function, mod: as in `prepare`.
     """
+    if mod is None and not is_dynamo_compiling():
+        found = fast_path.attend(_FAST_WITH_NORMALISER, q, k, v, orders, arguments)
+        if found is not None:
+            return found
     if v is None:
         raise no_values(k)
     t, o = prepare(q, k, v, arguments, function, orders=orders, mod=mod)
@@ -560,11 +572,39 @@ def prepare(
     return t, with_grad if is_grad_enabled() and _requires_grad(t) else plain
 
 
-def _prepare_fast(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any) -> fast_path.Prepared:
-    return prepare(q, k, v, {"causal": causal, "scale": scale})
+_lse = operator.itemgetter(0)  # of the normaliser
 
 
-_FAST = fast_path.path(_prepare_fast, DEFAULTS)
+def _prepare_fast(
+    q: Tensor, k: Tensor, v: Tensor, return_lse: Any, arguments: Any
+) -> fast_path.Prepared | None:
+    if draws(arguments):
+        return None
+    lse = _lse if flag("return_lse", return_lse) else None
+    return fast_path.Prepared(*prepare(q, k, v, arguments), lse=lse)
+
+
+def _prepare_fast_with_normaliser(
+    q: Tensor, k: Tensor, v: Tensor, orders: tuple[str, str], arguments: Any
+) -> fast_path.Prepared | None:
+    if draws(arguments):
+        return None
+    return fast_path.Prepared(*prepare(q, k, v, arguments, orders=orders), lse=_as_it_is)
+
+
+def _as_it_is(normaliser: Tensor) -> Tensor:
+    return normaliser
+
+
+_FAST_WITH_NORMALISER = fast_path.path(_prepare_fast_with_normaliser, ["orders"])
+
+
+def draws(arguments: Any) -> bool:
+    """True if the call draws a seed, or makes a tensor of a given one."""
+    return bool(arguments.get("dropout_p")) and not isinstance(arguments.get("seed"), Tensor)
+
+
+_FAST = fast_path.path(_prepare_fast, ["return_lse"])
 
 
 def scalars_of(o: Options) -> dict[str, Any]:
@@ -614,6 +654,25 @@ def prepare_packed(
     return t, o
 
 
+def _packed_lse(normaliser: Tensor) -> Tensor:
+    return rows_first(normaliser[0])
+
+
+def _prepare_fast_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> fast_path.Prepared | None:
+    *where, return_lse, arguments = rest
+    if draws(arguments):
+        return None
+    lse = _packed_lse if flag("return_lse", return_lse) else None
+    t, o = prepare_packed(q, k, v, *where, arguments)
+    return fast_path.Prepared(t, o, rows_first, lse)
+
+
+_FAST_PACKED = fast_path.path(
+    _prepare_fast_packed,
+    ["cu_q", "cu_k", "block_table", "max_q", "max_k", "k_scale", "v_scale", "return_lse"],
+)
+
+
 def runs_programs(device: torch.device, backend: str | None) -> bool:
     """True if kernels that run programs, the CPU's or Triton's, run calls on this device and
     backend. Compiled code does not look whether the kernels are there: the oracle runs programs
@@ -640,17 +699,14 @@ def _with_functions(
             to no mask.
     """
     if not is_compiling() and not in_parts:  # there, operators check, and each part is checked
-        check(t, o)
+        _check_once(t, o)
     device, dtype = t.q.device, acc_dtype(t.q.dtype)
     B, M, N = counts(t, o)
-    mod_call = ModCall.of(
-        None if score_mod is None else trace_score_mod(score_mod, device=device, dtype=dtype),
-        None if mask_mod is None else trace_mask_mod(mask_mod, device=device),
-        Shape(B, t.q.shape[1], M, N),
-        dtype,
-        device,
-        None if _is_plain(t, o) else Begin.of(o),
-    )
+    runs = runs_programs(device, o.backend)
+    begin = None if _is_plain(t, o) else Begin.of(o)
+    sizes = Shape(B, t.q.shape[1], M, N)
+    about = About(sizes, dtype, device, begin, o.softcap, runs, in_parts)
+    mod_call, rest, lowered = made_of(score_mod, mask_mod, about, is_plain())
     if mod_call.structure.band is not None:
         left, right = mod_call.structure.band
         o = changed(o, left=left, right=right)
@@ -658,9 +714,6 @@ def _with_functions(
         t = changed(t, key_lengths=mod_call.structure.key_lengths)
     if mod_call.structure.alibi is not None:
         t = changed(t, alibi_slopes=mod_call.structure.alibi)
-    rest = mod_call.rest(o.softcap)
-    runs = runs_programs(device, o.backend)
-    lowered = mod_call.lowered(rest, in_parts) if runs else None
     if in_parts and lowered is None and (rest.score is not None or rest.mask is not None):
         raise NotImplementedError(
             f"score_mod: got backend={o.backend or None!r} on {device.type}, whose kernels run no "
@@ -668,8 +721,8 @@ def _with_functions(
             "strategy='gather' or 'ulysses'"
         )
     if lowered is not None:
-        t, o = _with_captured(t, lowered), changed(o, softcap=rest.softcap)
-        o = changed(o, score_mod=lowered.text, captured_sizes=lowered.sizes)
+        programs = dict(score_mod=lowered.text, captured_sizes=lowered.sizes)
+        t, o = _with_captured(t, lowered), changed(o, softcap=rest.softcap, **programs)
     elif rest.score is None:
         t = changed(t, mask=_mask_of(mod_call, t.mask))
         o = changed(o, softcap=rest.softcap)
@@ -683,6 +736,20 @@ def _with_functions(
             "fastattn.flex_attention runs it on the oracle"
         )
     return t, o, changed(o, grad=True)
+
+
+_checked: set[Any] = set()
+
+
+def _check_once(t: Tensors, o: Options) -> None:
+    """`check`, once for each kind of call."""
+    key = (None if is_compiling() else kind(t)), o
+    if key[0] is None or key not in _checked:
+        check(t, o)
+        if len(_checked) >= MAX_PLANS:
+            _checked.clear()
+        if key[0] is not None:
+            _checked.add(key)
 
 
 def _is_plain(t: Tensors, o: Options) -> bool:

@@ -1,12 +1,12 @@
-// The fast path: attention of plain tensors without a gradient, from the public function to the
-// kernel in one call. fastattn/dispatch/fast_path.py says which calls take it.
+// The fast path: attention of tensors in plain memory, from the public function to the kernel in one
+// call, and its gradients in another. fastattn/dispatch/fast_path.py says which calls take it.
 //
-//   attend(path, q, k, v, arguments)         arguments: the dict of `fastattn.attention`
-//   attend(path, q, k, v, is_causal, scale)
-//   forget_plans()                           forgets all plans
+//   attend(path, q, k, v, ..., named)   named: a dict of further arguments
+//   gradients(plan, tensors, grads)     of a call that `attend` recorded: Function.backward's result
+//   forget_plans()                      forgets all plans
 //
-// `attend` returns out, or None for a call that the general path has to run or to refuse. `path` is
-// a tuple: see `Path` below.
+// The first two return None for a call that the general path has to run or to refuse. `path` is a
+// tuple: see `Path` below.
 #pragma once
 #include "tensors.h"
 
@@ -43,19 +43,22 @@ bool has_members(PyObject* x, Py_ssize_t expected) {
 
 // The members of a path, tuples among them.
 struct Path {
-  PyObject* make_plan;     // (q, k, v, causal, scale) -> a plan, or None
+  static constexpr Py_ssize_t kMembers = 7;
+  PyObject* make_plan;     // (q, k, v, ..., named) -> what `read` reads, or None
   PyObject* states;        // function, what it returns where no subsystem of torch acts, ...
   PyObject* globals;       // dict of a module, name, its value then, a function or None, ...
   PyObject* grad_enabled;  // torch.is_grad_enabled
   PyObject* threads;       // torch.get_num_threads
-  PyObject* defaults;      // of the arguments that `attend` gets as a dict
+  PyObject* numbers;       // dict: name of an argument -> its number
+  PyObject* record;        // ((recorded, results, plan), *tensors) -> results, with autograd's node
   explicit Path(PyObject* path)
       : make_plan(PyTuple_GetItem(path, 0)),
         states(PyTuple_GetItem(path, 1)),
         globals(PyTuple_GetItem(path, 2)),
         grad_enabled(PyTuple_GetItem(path, 3)),
         threads(PyTuple_GetItem(path, 4)),
-        defaults(PyTuple_GetItem(path, 5)) {}
+        numbers(PyTuple_GetItem(path, 5)),
+        record(PyTuple_GetItem(path, 6)) {}
 };
 
 // kYes if a subsystem of torch acts on calls. A global may have a function: it is called for other
@@ -80,107 +83,183 @@ Answer acts_on_calls(const Path& path) {
   return kNo;
 }
 
+Answer is_true(PyObject* function) {
+  const Ref answer(PyObject_CallNoArgs(function));
+  if (!answer) return kError;
+  return answer.get() == Py_False ? kNo : kYes;
+}
+
 PyObject *requires_grad_name, *new_empty_strided;
 
-Answer needs_gradient(const Path& path, PyObject* const* tensors) {
-  const Ref enabled(PyObject_CallNoArgs(path.grad_enabled));
-  if (!enabled) return kError;
-  if (enabled.get() == Py_False) return kNo;
-  for (int i = 0; i < 3; ++i) {
-    const Ref requires_grad(PyObject_GetAttr(tensors[i], requires_grad_name));
-    if (!requires_grad) return kError;
-    if (requires_grad.get() != Py_False) return kYes;
-  }
-  return kNo;
-}
+// --- the arguments ------------------------------------------------------------------------------
 
-struct Scalars {
-  PyObject *causal = Py_False, *scale = Py_None;  // borrowed
+constexpr int kMostTensors = 12, kMostWords = 192;
+
+// How a tensor lies in the CPU's memory.
+struct Layout {
+  int64_t kind, size[4], stride[4];
+
+  // False for more dimensions, or other memory.
+  bool set(const DLTensor& x) {
+    constexpr int32_t kCpu = 1;  // DLDeviceType
+    if (x.ndim > 4 || x.device != kCpu) return false;
+    std::memset(this, 0, sizeof *this);
+    kind = x.code | int64_t(x.bits) << 8 | int64_t(x.lanes) << 16 | int64_t(x.ndim) << 32;
+    for (int32_t i = 0; i < x.ndim; ++i) size[i] = x.shape[i], stride[i] = x.strides[i];
+    return true;
+  }
+  bool is(const DLTensor& x) const {
+    Layout other;
+    return other.set(x) && std::memcmp(this, &other, sizeof other) == 0;
+  }
 };
 
-bool is_default(PyObject* x, PyObject* value) {
-  if (x == value) return true;
-  if (!PyFloat_CheckExact(x) || !PyFloat_CheckExact(value)) return false;
-  return PyFloat_AsDouble(x) == PyFloat_AsDouble(value);
-}
-
-// Reads `causal` and `scale` of the public arguments; kNo if others differ from their defaults.
-Answer scalars_of(PyObject* arguments, PyObject* defaults, Scalars& found) {
-  if (PyDict_Size(arguments) < 0) return kError;  // no dict
-  Py_ssize_t at = 0;
-  PyObject *name, *value;  // borrowed
-  while (PyDict_Next(arguments, &at, &name, &value)) {
-    if (PyUnicode_CompareWithASCIIString(name, "causal") == 0) {
-      found.causal = value;
-    } else if (PyUnicode_CompareWithASCIIString(name, "scale") == 0) {
-      found.scale = value;
-    } else {
-      PyObject* usual = PyDict_GetItemWithError(defaults, name);
-      if (!usual && PyErr_Occurred()) return kError;
-      if (!usual || !is_default(usual, value)) return kNo;
-    }
-  }
-  return kYes;
-}
-
-// What calls have in common that share a plan. Only tensors of four dimensions in the CPU's memory
-// have a key.
+// All of a call's arguments but the numbers in its tensors. Calls with equal keys share a plan.
 struct Key {
-  int64_t path, causal, scaled;
-  double scale;
-  struct {
-    int64_t dtype, device, size[4], stride[4];
-  } tensors[3];
+  int64_t words[kMostWords];
+  int32_t used = 0;
 
-  // kNo if a scalar has a type or a value that the general path converts or refuses.
-  Answer set(PyObject* of, const Scalars& given) {
-    path = reinterpret_cast<intptr_t>(of);
-    if (given.causal == Py_False || given.causal == Py_True) {
-      causal = given.causal == Py_True;
-    } else if (PyUnicode_Check(given.causal)) {
-      if (PyUnicode_CompareWithASCIIString(given.causal, "bottom_right")) return kNo;
-      causal = 2;
-    } else {
-      return kNo;
-    }
-    scaled = given.scale != Py_None;
-    if (scaled && !PyFloat_CheckExact(given.scale)) return kNo;
-    scale = scaled ? PyFloat_AsDouble(given.scale) : 0;
-    return kYes;
+  bool add(const void* x, size_t bytes) {
+    const auto count = int32_t((bytes + 7) / 8);
+    if (used + count > kMostWords) return false;
+    if (count) words[used + count - 1] = 0;
+    std::memcpy(words + used, x, bytes);
+    used += count;
+    return true;
   }
-  Answer set(int i, const DLTensor& x) {
-    constexpr int32_t kCpu = 1;  // DLDeviceType
-    if (x.ndim != 4 || x.device != kCpu) return kNo;
-    auto& to = tensors[i];
-    to.dtype = x.code | int64_t(x.bits) << 8 | int64_t(x.lanes) << 16;
-    to.device = x.device | int64_t(x.device_id) << 32;
-    std::memcpy(to.size, x.shape, sizeof to.size);
-    std::memcpy(to.stride, x.strides, sizeof to.stride);
-    return kYes;
-  }
+  bool add(int64_t x) { return add(&x, sizeof x); }
   uint64_t hash() const {
-    uint64_t words[sizeof(Key) / 8], found = 0;
-    std::memcpy(words, this, sizeof words);
-    for (uint64_t word : words) found = (found ^ word) * 0x9E3779B97F4A7C15u, found ^= found >> 32;
+    uint64_t found = used;
+    for (int32_t i = 0; i < used; ++i)
+      found = (found ^ uint64_t(words[i])) * 0x9E3779B97F4A7C15u, found ^= found >> 32;
     return found;
   }
+  bool operator==(const Key& other) const {
+    return used == other.used && std::memcmp(words, other.words, used * sizeof *words) == 0;
+  }
 };
-static_assert(sizeof(Key) == (4 + 3 * 10) * 8);  // memcmp compares it: no padding
+
+struct Call {
+  Key key;
+  int count = 0;
+  PyObject* tensors[kMostTensors];  // borrowed
+  DLTensor views[kMostTensors];
+  Layout layouts[kMostTensors];
+  bool varies[kMostTensors];  // requires_grad
+};
+
+enum Tag { kNone, kFalse, kTrue, kReal, kWhole, kText, kTuple, kVariable, kConstant };
+
+Answer yes_if(bool x) { return x ? kYes : kNo; }
+
+Answer add_tensor(Call& call, PyObject* x) {
+  if (call.count == kMostTensors) return kNo;
+  const int at = call.count++;
+  DLTensor& d = call.views[at];
+  if (!is_memory(x, d) || !call.layouts[at].set(d)) return kNo;
+  call.tensors[at] = x;
+  call.varies[at] = false;
+  if (is_floating(d)) {  // others have no gradient, and are not read negated
+    const auto plain = static_cast<Answer>(is_not_negated(x));
+    if (plain != kYes) return plain;
+    const Ref requires_grad(PyObject_GetAttr(x, requires_grad_name));
+    if (!requires_grad) return kError;
+    call.varies[at] = requires_grad.get() != Py_False;
+  }
+  return yes_if(call.key.add(call.varies[at] ? kVariable : kConstant) &&
+                call.key.add(&call.layouts[at], sizeof(Layout)));
+}
+
+// kNo for what the general path converts or refuses. Whole numbers stand in tuples, or by position:
+// a seed, which is given by name, is another one in each call.
+Answer add(Call& call, PyObject* x, bool takes_int, bool takes_tuple) {
+  Key& key = call.key;
+  if (x == Py_None) return yes_if(key.add(kNone));
+  if (x == Py_False || x == Py_True) return yes_if(key.add(x == Py_True ? kTrue : kFalse));
+  if (is_of_torch(x)) return add_tensor(call, x);
+  if (PyFloat_CheckExact(x)) {
+    const double value = PyFloat_AsDouble(x);
+    return yes_if(key.add(kReal) && key.add(&value, sizeof value));
+  }
+  if (PyLong_CheckExact(x) && takes_int) {
+    int overflow;
+    const int64_t value = PyLong_AsLongLongAndOverflow(x, &overflow);
+    return yes_if(!overflow && key.add(kWhole) && key.add(value));
+  }
+  if (PyUnicode_CheckExact(x)) {
+    Py_ssize_t size;
+    const char* text = PyUnicode_AsUTF8AndSize(x, &size);
+    if (!text) PyErr_Clear();
+    return yes_if(text && key.add(kText) && key.add(size) && key.add(text, size));
+  }
+  if (!PyTuple_CheckExact(x) || !takes_tuple) return kNo;
+  const Py_ssize_t size = PyTuple_Size(x);
+  Answer answer = yes_if(key.add(kTuple) && key.add(size));
+  for (Py_ssize_t i = 0; i < size && answer == kYes; ++i)
+    answer = add(call, PyTuple_GetItem(x, i), true, false);
+  return answer;
+}
+
+Answer add_named(Call& call, PyObject* named, PyObject* numbers) {
+  if (PyDict_Size(named) < 0) return kError;  // no dict
+  Py_ssize_t at = 0;
+  PyObject *name, *value;  // borrowed
+  Answer answer = kYes;
+  while (answer == kYes && PyDict_Next(named, &at, &name, &value)) {
+    PyObject* number = PyDict_GetItemWithError(numbers, name);
+    if (!number) return PyErr_Occurred() ? kError : kNo;
+    answer = yes_if(call.key.add(PyLong_AsLongLong(number)));
+    if (answer == kYes) answer = add(call, value, false, true);
+  }
+  return answer;
+}
 
 // --- plans --------------------------------------------------------------------------------------
 
 using Run = decltype(&fa_cpu_run);
 
+// How calls with one key run. It has no addresses of tensors.
 struct FastPlan {
   Key key;
-  PyObject* path;   // owned, so that no other has its address
-  PyObject* shape;  // of out; owned. Null: the general path runs these calls
-  PyObject* strides;
-  int64_t normaliser;  // its bytes
-  bool brief;          // too short to release the GIL for
+  PyObject* path;     // owned, so that no other has its address
+  PyObject* capsule;  // which owns the plan
+  PyObject* owned;    // a tuple of what the plan uses; None: the general path runs these calls
+  int count;          // of the call's tensors
+  Layout layouts[kMostTensors];
+  bool varies[kMostTensors];
+
   Run run;
-  FaCall call;  // without addresses
+  bool brief;  // too short to release the GIL for
+  FaCall call;
+  struct Place {
+    int64_t at;      // in FaCall
+    int64_t offset;  // of what the kernel reads, in bytes from the tensor's address
+    int64_t widen;   // the kernel takes int64, the tensor is contiguous and of int32
+  } places[kMostTensors];
+
+  // What follows is borrowed of `owned`.
+  PyObject *shape, *strides;                                           // of out
+  Py_ssize_t normaliser;                                               // its bytes
+  PyObject *normaliser_shape, *normaliser_strides, *normaliser_dtype;  // keywords, or None
+  PyObject* finish;    // normaliser -> what is returned beside out; None: nothing is
+  PyObject* recorded;  // for the Function's context; null: calls of this key have no gradient
+
+  int inputs;                   // of the Function
+  int32_t order[kMostTensors];  // of each, its place among the call's tensors, or -1
+  FaCall backward;
+  PyObject* grads[3];  // (shape, strides) of the gradients of q, k and v
+  Layout out, saved_normaliser;
 };
+
+constexpr const char* kCapsule = "fastattn.plan";
+
+void free_plan(PyObject* capsule) {
+  auto* plan = static_cast<FastPlan*>(PyCapsule_GetPointer(capsule, kCapsule));
+  if (!plan) return;
+  Py_XDECREF(plan->path);
+  Py_XDECREF(plan->owned);
+  PyMem_Free(plan);
+}
 
 // Plans lie in sets, by the hash of their key. A set has room for a few, the newest first: another
 // one replaces the oldest.
@@ -188,57 +267,111 @@ constexpr uint64_t kSets = 128;
 constexpr int kWays = 4;
 FastPlan* plans[kSets][kWays];
 
-void free_plan(FastPlan* plan) {
-  if (!plan) return;
-  Py_XDECREF(plan->path);
-  Py_XDECREF(plan->shape);
-  Py_XDECREF(plan->strides);
-  PyMem_Free(plan);
-}
-
 PyObject* forget_plans(PyObject*, PyObject*) {
   for (auto& set : plans)
     for (FastPlan*& place : set) {
       FastPlan* plan = place;
       place = nullptr;
-      free_plan(plan);
+      if (plan) Py_DECREF(plan->capsule);
     }
   Py_RETURN_NONE;
 }
 
 FastPlan* find(const Key& key) {
   for (FastPlan* plan : plans[key.hash() % kSets])
-    if (plan && std::memcmp(&plan->key, &key, sizeof key) == 0) return plan;
+    if (plan && plan->key == key) return plan;
   return nullptr;
 }
 
-// Reads (FaCall, shape of out, its strides, bytes of the normaliser, brief, address of fa_cpu_run).
-bool read(PyObject* made, FastPlan& plan) {
-  if (!has_members(made, 6)) return false;
-  char* call;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(PyTuple_GetItem(made, 0), &call, &size)) return false;
-  if (size != sizeof plan.call) {
-    PyErr_SetString(PyExc_ValueError, "FaCall has another size");
+bool copy(PyObject* from, void* to, size_t size) {
+  char* bytes;
+  Py_ssize_t found;
+  if (PyBytes_AsStringAndSize(from, &bytes, &found)) return false;
+  if (size_t(found) != size) {
+    PyErr_Format(PyExc_ValueError, "got %zd bytes, expected %zu", found, size);
     return false;
   }
-  std::memcpy(&plan.call, call, sizeof plan.call);
-  plan.normaliser = PyLong_AsLongLong(PyTuple_GetItem(made, 3));
-  plan.brief = PyObject_IsTrue(PyTuple_GetItem(made, 4)) == 1;
-  plan.run = reinterpret_cast<Run>(PyLong_AsVoidPtr(PyTuple_GetItem(made, 5)));
-  if (PyErr_Occurred()) return false;
-  plan.shape = PyTuple_GetItem(made, 1);
-  plan.strides = PyTuple_GetItem(made, 2);
-  Py_INCREF(plan.shape);
-  Py_INCREF(plan.strides);
+  std::memcpy(to, bytes, size);
+  return true;
+}
+
+bool copy(PyObject* tensor, Layout& to) {
+  DLTensor d;
+  if (is_memory(tensor, d) && to.set(d)) return true;
+  PyErr_SetString(PyExc_ValueError, "expected a tensor of at most four dimensions");
+  return false;
+}
+
+// Reads (FaCall of backward, order, layouts of the gradients, out, normaliser, recorded).
+bool read_gradient(PyObject* made, FastPlan& plan) {
+  PyObject *call, *order, *grads, *out, *normaliser, *recorded;
+  if (!PyArg_ParseTuple(made, "SSO!OOO", &call, &order, &PyTuple_Type, &grads, &out, &normaliser,
+                        &recorded))
+    return false;
+  const Py_ssize_t inputs = PyBytes_Size(order) / Py_ssize_t(sizeof *plan.order);
+  if (inputs < 3 || inputs > kMostTensors || !has_members(grads, 3)) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "inputs: got another number");
+    return false;
+  }
+  plan.inputs = int(inputs);
+  if (!copy(call, &plan.backward, sizeof plan.backward)) return false;
+  if (!copy(order, plan.order, inputs * sizeof *plan.order)) return false;
+  for (int i = 0; i < plan.inputs; ++i)
+    if (plan.order[i] >= plan.count || (i < 3 && plan.order[i] != i)) {
+      PyErr_SetString(PyExc_ValueError, "order: got another one than that of the tensors");
+      return false;
+    }
+  if (!copy(out, plan.out) || !copy(normaliser, plan.saved_normaliser)) return false;
+  for (int i = 0; i < 3; ++i) {
+    plan.grads[i] = PyTuple_GetItem(grads, i);
+    if (!has_members(plan.grads[i], 2)) return false;
+  }
+  plan.recorded = recorded;
+  return true;
+}
+
+// Reads (FaCall, address of fa_cpu_run, brief, places, (shape of out, its strides), (bytes of the
+// normaliser, shape, strides, dtype), finish, what `read_gradient` reads or None).
+bool read(PyObject* made, FastPlan& plan) {
+  if (!has_members(made, 8)) return false;
+  PyObject *call, *places, *gradient;
+  unsigned long long run;
+  int brief;
+  if (!PyArg_ParseTuple(made, "SKpS(OO)(nOOO)OO", &call, &run, &brief, &places, &plan.shape,
+                        &plan.strides, &plan.normaliser, &plan.normaliser_shape,
+                        &plan.normaliser_strides, &plan.normaliser_dtype, &plan.finish, &gradient))
+    return false;
+  plan.run = reinterpret_cast<Run>(static_cast<uintptr_t>(run));
+  plan.brief = brief;
+  if (!copy(call, &plan.call, sizeof plan.call)) return false;
+  if (!copy(places, plan.places, plan.count * sizeof *plan.places)) return false;
+  for (int i = 0; i < plan.count; ++i)
+    if (plan.places[i].at > int64_t(sizeof(FaCall) - sizeof(void*))) {
+      PyErr_SetString(PyExc_ValueError, "places: got one behind FaCall");
+      return false;
+    }
+  if (gradient == Py_None) return true;
+  return PyTuple_Check(gradient) ? read_gradient(gradient, plan) : has_members(gradient, 6);
+}
+
+// The plan's own references to what it borrows: `made` has tensors as large as results.
+bool keep(FastPlan& plan) {
+  PyObject* none = Py_None;
+  const bool records = plan.recorded;
+  PyObject* owned = PyTuple_Pack(10, plan.shape, plan.strides, plan.normaliser_shape,
+                                 plan.normaliser_strides, plan.normaliser_dtype, plan.finish,
+                                 records ? plan.recorded : none, records ? plan.grads[0] : none,
+                                 records ? plan.grads[1] : none, records ? plan.grads[2] : none);
+  if (!owned) return false;
+  Py_DECREF(plan.owned);
+  plan.owned = owned;
   return true;
 }
 
 // Makes the plan of a key. Null without an exception if the arguments are wrong: then the general
 // path raises the error.
-FastPlan* make(PyObject* path, const Key& key, PyObject* const* tensors, const Scalars& given) {
-  const Ref made(PyObject_CallFunctionObjArgs(Path(path).make_plan, tensors[0], tensors[1],
-                                              tensors[2], given.causal, given.scale, nullptr));
+FastPlan* make(PyObject* path, const Call& call, PyObject* arguments) {
+  const Ref made(PyObject_CallObject(Path(path).make_plan, arguments));
   if (!made) {
     if (PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
     return nullptr;
@@ -248,98 +381,260 @@ FastPlan* make(PyObject* path, const Key& key, PyObject* const* tensors, const S
     PyErr_NoMemory();
     return nullptr;
   }
-  if (made.get() != Py_None && !read(made.get(), *plan)) {
-    free_plan(plan);
+  plan->capsule = PyCapsule_New(plan, kCapsule, free_plan);
+  if (!plan->capsule) {
+    PyMem_Free(plan);
     return nullptr;
   }
-  plan->key = key;
-  plan->path = path;
-  Py_INCREF(path);
-  auto& set = plans[key.hash() % kSets];
+  plan->key = call.key;
+  plan->path = Py_NewRef(path);
+  plan->owned = Py_NewRef(Py_None);
+  plan->count = call.count;
+  std::memcpy(plan->layouts, call.layouts, sizeof plan->layouts);
+  std::memcpy(plan->varies, call.varies, sizeof plan->varies);
+  if (made.get() != Py_None && !(read(made.get(), *plan) && keep(*plan))) {
+    Py_DECREF(plan->capsule);
+    return nullptr;
+  }
+  auto& set = plans[plan->key.hash() % kSets];
   FastPlan* oldest = set[kWays - 1];
   for (int at = kWays - 1; at > 0; --at) set[at] = set[at - 1];
   set[0] = plan;
-  free_plan(oldest);
+  if (oldest) Py_DECREF(oldest->capsule);
   return plan;
 }
 
-// --- the call -----------------------------------------------------------------------------------
+// --- the kernel ---------------------------------------------------------------------------------
 
-// The memory of a normaliser, which this path does not return.
-class Normaliser {
+// Memory for the time of a call.
+template <size_t kHere>
+class Scratch {
  public:
-  explicit Normaliser(int64_t bytes)
-      : data_(bytes <= int64_t(sizeof here_) ? here_ : static_cast<char*>(PyMem_Malloc(bytes))) {}
-  ~Normaliser() {
+  explicit Scratch(size_t bytes)
+      : data_(bytes <= kHere ? here_ : static_cast<char*>(PyMem_Malloc(bytes))) {}
+  ~Scratch() {
     if (data_ != here_) PyMem_Free(data_);
   }
-  Normaliser(const Normaliser&) = delete;
-  Normaliser& operator=(const Normaliser&) = delete;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
   char* data() const { return data_; }
 
  private:
-  alignas(64) char here_[4096];
+  alignas(64) char here_[kHere];
   char* data_;
 };
 
-// Allocates out and runs the kernel. None if it refuses the call.
-PyObject* run(const FastPlan& plan, const Path& path, PyObject* const* tensors, const DLTensor* d) {
-  FaCall call;  // and the rest of the plan: other threads, which torch lets run, may replace it
-  std::memcpy(&call, &plan.call, sizeof call);
-  const Run run = plan.run;
-  const bool brief = plan.brief;
-  const Ref shape(Py_NewRef(plan.shape)), strides(Py_NewRef(plan.strides));
-  const Normaliser normaliser(plan.normaliser);
-  if (!normaliser.data()) return PyErr_NoMemory();
-  call.params.lse.data = plan.normaliser ? normaliser.data() : nullptr;
-  const Ref threads(PyObject_CallNoArgs(path.threads));
-  if (!threads) return nullptr;
-  call.params.threads = PyLong_AsLongLong(threads.get());
-  if (PyErr_Occurred()) return nullptr;
-  Ref out(PyObject_CallFunctionObjArgs(new_empty_strided, tensors[0], shape.get(), strides.get(),
-                                       nullptr));
-  DLTensor to;
-  if (!out || view(out.get(), &to)) return nullptr;
-  call.params.q.data = address(d[0]);
-  call.params.k.data = address(d[1]);
-  call.params.v.data = address(d[2]);
-  call.params.out.data = address(to);
-  const int64_t status = run(&call, FA_FORWARD, brief);
-  if (status == FA_INTERRUPTED) return nullptr;  // a signal's handler has raised
-  if (status == FA_OK) return out.release();
-  Py_RETURN_NONE;
+size_t elements(const DLTensor& x) {
+  size_t found = 1;
+  for (int32_t i = 0; i < x.ndim; ++i) found *= size_t(x.shape[i]);
+  return found;
 }
 
+size_t widened_bytes(const FastPlan& plan, const DLTensor* views) {
+  size_t found = 0;
+  for (int i = 0; i < plan.count; ++i)
+    if (plan.places[i].widen) found += elements(views[i]) * sizeof(int64_t);
+  return found;
+}
+
+void put(FaCall& call, int64_t at, const void* address) {
+  std::memcpy(reinterpret_cast<char*>(&call) + at, &address, sizeof address);
+}
+
+// Writes the addresses of the call's tensors into `call`. wide: room for `widened_bytes`.
+void put(const FastPlan& plan, const DLTensor* views, FaCall& call, char* wide) {
+  for (int i = 0; i < plan.count; ++i) {
+    const auto [at, offset, widen] = plan.places[i];
+    if (at < 0) continue;
+    if (!widen) {
+      put(call, at, address(views[i]) + offset);
+      continue;
+    }
+    const auto* from = reinterpret_cast<const int32_t*>(address(views[i]));
+    auto* to = reinterpret_cast<int64_t*>(wide);
+    const size_t count = elements(views[i]);
+    for (size_t n = 0; n < count; ++n) to[n] = from[n];
+    put(call, at, to);
+    wide += count * sizeof *to;
+  }
+}
+
+PyObject* empty(PyObject* like, PyObject* shape, PyObject* strides, PyObject* dtype, DLTensor& d) {
+  const Ref arguments(PyTuple_Pack(3, like, shape, strides));
+  if (!arguments) return nullptr;
+  Ref made(PyObject_Call(new_empty_strided, arguments.get(), dtype == Py_None ? nullptr : dtype));
+  return made && view(made.get(), &d) == 0 ? made.release() : nullptr;
+}
+
+// kYes if the kernel has run.
+Answer launch_plan(const FastPlan& plan, const Path& path, FaCall& call, FaPass which) {
+  const Ref threads(PyObject_CallNoArgs(path.threads));
+  if (!threads) return kError;
+  call.params.threads = PyLong_AsLongLong(threads.get());
+  if (PyErr_Occurred()) return kError;
+  const int64_t status = plan.run(&call, which, plan.brief);
+  if (status == FA_INTERRUPTED) return kError;  // a signal's handler has raised
+  return status == FA_OK ? kYes : kNo;
+}
+
+constexpr size_t kNormaliser = 4096, kWidened = 1024;  // bytes that need no allocation
+
+PyObject* none_if_no(Answer x) { return x == kError ? nullptr : Py_NewRef(Py_None); }
+
+// The results as autograd's node returns them.
+PyObject* record(const FastPlan& plan, const Path& path, const Call& given, PyObject* results) {
+  const Ref recorded(PyTuple_Pack(3, plan.recorded, results, plan.capsule));
+  const Ref arguments(PyTuple_New(1 + plan.inputs));
+  if (!recorded || !arguments) return nullptr;
+  PyTuple_SetItem(arguments.get(), 0, Py_NewRef(recorded.get()));
+  for (int i = 0; i < plan.inputs; ++i) {
+    PyObject* x = plan.order[i] < 0 ? Py_None : given.tensors[plan.order[i]];
+    PyTuple_SetItem(arguments.get(), 1 + i, Py_NewRef(x));
+  }
+  return PyObject_CallObject(path.record, arguments.get());
+}
+
+// Allocates the results and runs the kernel. None if it refuses the call.
+PyObject* run(const FastPlan& plan, const Path& path, const Call& given, bool records) {
+  const Ref kept(Py_NewRef(plan.capsule));  // other threads, which torch lets run, may replace it
+  FaCall call;
+  std::memcpy(&call, &plan.call, sizeof call);
+  const bool kept_normaliser = records || plan.finish != Py_None;
+  const Scratch<kNormaliser> unseen(kept_normaliser ? 0 : plan.normaliser);
+  const Scratch<kWidened> wide(widened_bytes(plan, given.views));
+  if (!unseen.data() || !wide.data()) return PyErr_NoMemory();
+  put(plan, given.views, call, wide.data());
+  DLTensor d;
+  Ref out(empty(given.tensors[0], plan.shape, plan.strides, Py_None, d));
+  if (!out) return nullptr;
+  call.params.out.data = address(d);
+  call.params.lse.data = plan.normaliser ? unseen.data() : nullptr;
+  const Ref normaliser(kept_normaliser ? empty(given.tensors[0], plan.normaliser_shape,
+                                               plan.normaliser_strides, plan.normaliser_dtype, d)
+                                       : Py_NewRef(Py_None));
+  if (!normaliser) return nullptr;
+  if (kept_normaliser) call.params.lse.data = address(d);
+  if (const Answer answer = launch_plan(plan, path, call, FA_FORWARD); answer != kYes)
+    return none_if_no(answer);
+  if (!kept_normaliser) return out.release();
+  Ref results(PyTuple_Pack(2, out.get(), normaliser.get()));
+  if (!results) return nullptr;
+  const Ref recorded(records ? record(plan, path, given, results.get()) : Py_NewRef(results.get()));
+  if (!recorded || !has_members(recorded.get(), 2)) return nullptr;
+  PyObject* first = PyTuple_GetItem(recorded.get(), 0);
+  if (plan.finish == Py_None) return Py_NewRef(first);
+  const Ref second(
+      PyObject_CallFunctionObjArgs(plan.finish, PyTuple_GetItem(recorded.get(), 1), nullptr));
+  return second ? PyTuple_Pack(2, first, second.get()) : nullptr;
+}
+
+// --- the calls ----------------------------------------------------------------------------------
+
 PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
-  if (n != 5 && n != 6) {
-    PyErr_Format(PyExc_TypeError, "got %zd arguments, expected 5 or 6", n);
+  if (n < 5) {
+    PyErr_Format(PyExc_TypeError, "got %zd arguments, expected 5 or more", n);
     return nullptr;
   }
-  PyObject* const* tensors = args + 1;
-  for (int i = 0; i < 3; ++i)
-    if (!is_of_torch(tensors[i])) Py_RETURN_NONE;
-  if (!has_members(args[0], 6)) return nullptr;
+  for (int i = 1; i < 4; ++i)
+    if (!is_of_torch(args[i])) Py_RETURN_NONE;
+  if (!has_members(args[0], Path::kMembers)) return nullptr;
   const Path path(args[0]);
-  Scalars given;
-  if (n == 6) given.causal = args[4], given.scale = args[5];
-  Answer answer = n == 6 ? kYes : scalars_of(args[4], path.defaults, given);
-  Key key;
-  DLTensor d[3];
-  if (answer == kYes) answer = key.set(args[0], given);
   // First: a mode of torch would see what the others read of tensors.
-  if (answer == kYes) answer = not_(acts_on_calls(path));
-  if (answer == kYes) answer = not_(needs_gradient(path, tensors));
-  for (int i = 0; i < 3 && answer == kYes; ++i)
-    answer = is_memory(tensors[i], d[i]) ? key.set(i, d[i]) : kNo;
-  for (int i = 0; i < 3 && answer == kYes; ++i)
-    answer = static_cast<Answer>(is_not_negated(tensors[i]));
-  if (answer == kError) return nullptr;
-  if (answer == kNo) Py_RETURN_NONE;
-  FastPlan* plan = find(key);
-  if (!plan) plan = make(args[0], key, tensors, given);
-  if (!plan && PyErr_Occurred()) return nullptr;
-  if (!plan || !plan->shape) Py_RETURN_NONE;
-  return run(*plan, path, tensors, d);
+  Answer answer = not_(acts_on_calls(path));
+  const Answer enabled = answer == kYes ? is_true(path.grad_enabled) : kNo;
+  if (enabled == kError) answer = kError;
+  Call call;
+  if (answer == kYes) answer = yes_if(call.key.add(intptr_t(args[0])) && call.key.add(enabled));
+  for (Py_ssize_t i = 1; i < n - 1 && answer == kYes; ++i) answer = add(call, args[i], true, true);
+  if (answer == kYes) answer = add_named(call, args[n - 1], path.numbers);
+  if (answer != kYes) return none_if_no(answer);
+  FastPlan* plan = find(call.key);
+  if (!plan) {
+    const Ref arguments(PyTuple_New(n - 1));
+    if (!arguments) return nullptr;
+    for (Py_ssize_t i = 1; i < n; ++i) PyTuple_SetItem(arguments.get(), i - 1, Py_NewRef(args[i]));
+    plan = make(args[0], call, arguments.get());
+    if (!plan) return none_if_no(PyErr_Occurred() ? kError : kNo);
+  }
+  bool records = false;
+  for (int i = 0; i < call.count; ++i) records |= enabled == kYes && call.varies[i];
+  if (plan->owned == Py_None || (records && !plan->recorded)) Py_RETURN_NONE;
+  return run(*plan, path, call, records);
+}
+
+// kYes if `x` lies in plain memory as `expected`.
+Answer lies(PyObject* x, const Layout& expected, DLTensor& d) {
+  const auto plain = static_cast<Answer>(is_plain(x, d));
+  return plain == kYes ? yes_if(expected.is(d)) : plain;
+}
+
+// The gradient of out, in any layout; the others, None.
+Answer is_gradient_of(const Layout& out, PyObject* grads, DLTensor& d) {
+  for (Py_ssize_t i = 1, n = PyTuple_Size(grads); i < n; ++i)
+    if (PyTuple_GetItem(grads, i) != Py_None) return kNo;
+  PyObject* x = PyTuple_GetItem(grads, 0);
+  const Answer plain = x == Py_None ? kNo : static_cast<Answer>(is_plain(x, d));
+  Layout found;
+  if (plain != kYes || !found.set(d)) return plain == kError ? kError : kNo;
+  return yes_if(found.kind == out.kind && std::memcmp(found.size, out.size, sizeof out.size) == 0);
+}
+
+PyObject* run_backward(const FastPlan& plan, const Path& path, const DLTensor* views,
+                       const DLTensor* results, const DLTensor& dout, PyObject* like) {
+  FaCall call;
+  std::memcpy(&call, &plan.backward, sizeof call);
+  const Scratch<kWidened> wide(widened_bytes(plan, views));
+  if (!wide.data()) return PyErr_NoMemory();
+  put(plan, views, call, wide.data());
+  call.params.out.data = address(results[0]);
+  call.params.lse.data = address(results[1]);
+  constexpr int32_t kDout = offsetof(FaCall, params.dout);
+  if (!write(call, {kDout, kStrided, -1}, dout)) Py_RETURN_NONE;
+  FaTensor* const fields[3] = {&call.params.dq, &call.params.dk, &call.params.dv};
+  Ref made(PyTuple_New(1 + plan.inputs));
+  if (!made) return nullptr;
+  for (int i = 0; i <= plan.inputs; ++i) PyTuple_SetItem(made.get(), i, Py_NewRef(Py_None));
+  for (int i = 0; i < 3; ++i) {  // unwanted ones, too: kernels write all
+    DLTensor d;
+    PyObject* layout = plan.grads[i];
+    PyObject* grad =
+        empty(like, PyTuple_GetItem(layout, 0), PyTuple_GetItem(layout, 1), Py_None, d);
+    if (!grad) return nullptr;
+    PyTuple_SetItem(made.get(), 1 + i, grad);
+    fields[i]->data = address(d);
+  }
+  const Answer answer = launch_plan(plan, path, call, FA_BACKWARD);
+  if (answer != kYes) return none_if_no(answer);
+  for (int i = 0; i < 3; ++i)
+    if (!plan.varies[i]) PyTuple_SetItem(made.get(), 1 + i, Py_NewRef(Py_None));
+  return made.release();
+}
+
+// tensors: the inputs, out and the normaliser, as they were saved; grads: those of the results.
+PyObject* gradients(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n != 3 || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) || !PyTuple_Size(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "expected a plan, a tuple of tensors and one of gradients");
+    return nullptr;
+  }
+  auto* found = static_cast<FastPlan*>(PyCapsule_GetPointer(args[0], kCapsule));
+  if (!found) return nullptr;
+  const FastPlan& plan = *found;
+  const Path path(plan.path);
+  if (!plan.recorded || PyTuple_Size(args[1]) != plan.inputs + 2) Py_RETURN_NONE;
+  Answer answer = not_(acts_on_calls(path));
+  if (answer == kYes) answer = not_(is_true(path.grad_enabled));
+  DLTensor views[kMostTensors], results[2], dout;
+  for (int i = 0; i < plan.inputs && answer == kYes; ++i) {
+    PyObject* x = PyTuple_GetItem(args[1], i);
+    const int at = plan.order[i];
+    answer = at < 0 ? yes_if(x == Py_None) : lies(x, plan.layouts[at], views[at]);
+  }
+  const Layout* const expected[2] = {&plan.out, &plan.saved_normaliser};
+  for (int i = 0; i < 2 && answer == kYes; ++i)
+    answer = lies(PyTuple_GetItem(args[1], plan.inputs + i), *expected[i], results[i]);
+  if (answer == kYes) answer = is_gradient_of(plan.out, args[2], dout);
+  if (answer != kYes) return none_if_no(answer);
+  return run_backward(plan, path, views, results, dout, PyTuple_GetItem(args[1], 0));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // fastattn/backends/native/marshalling.py in C++, for CPython's stable ABI. It is optional: without
 // it Python does the same, some microseconds slower. It uses torch through DLPack alone: the
 // exchange table (a C ABI for exactly this) gives a tensor's address without a method call.
+#include "append_rows.h"
 #include "fast_path.h"
 #include "tensors.h"
 
@@ -73,65 +74,6 @@ PyObject* specialization_key(PyObject*, PyObject* args) {
 }
 
 // --- pack and launch ----------------------------------------------------------------------------
-
-enum PassedAs { kStrided, kBroadcast, kColumn, kPair, kPointer };  // marshalling.PASSED_AS
-
-struct Field {
-  int32_t at;  // in bytes, in FaCall
-  int32_t passed_as;
-  int32_t size;  // offset of its sizes, or -1
-};
-
-// Writes `x` to its field; false if it does not fit there.
-bool write(FaCall& call, Field field, const DLTensor& x) {
-  const size_t bytes = field.passed_as == kPointer ? sizeof(void*) : sizeof(FaTensor);
-  if (field.at < 0 || field.at + bytes > sizeof call) return false;
-  char* to = reinterpret_cast<char*>(&call) + field.at;
-  if (field.passed_as == kPointer) {
-    char* data = address(x);
-    std::memcpy(to, &data, sizeof data);
-    return true;
-  }
-  FaTensor t = {address(x), {0, 0, 0, 0}, dtype_of(x)};
-  int64_t size[4] = {1, 1, 1, 1};
-  bool fits = t.dtype >= 0;
-  const int32_t n = x.ndim;
-  switch (field.passed_as) {
-    case kStrided:
-      fits = fits && n == 4;
-      for (int32_t i = 0; fits && i < 4; ++i) t.stride[i] = x.strides[i], size[i] = x.shape[i];
-      break;
-    case kBroadcast:  // aligned to the right; what repeats has stride 0
-      fits = fits && n <= 4;
-      for (int32_t i = 0; fits && i < n; ++i) {
-        t.stride[4 - n + i] = x.shape[i] == 1 ? 0 : x.strides[i];
-        size[4 - n + i] = x.shape[i];
-      }
-      break;
-    case kColumn:  // (H), (B,H) or (B,H,M)
-      fits = fits && 1 <= n && n <= 4;
-      for (int32_t i = 0; fits && i < n; ++i) {
-        t.stride[(n == 1) + i] = x.strides[i];
-        size[(n == 1) + i] = x.shape[i];
-      }
-      break;
-    case kPair:  // (2,B,H,M) as (B,H,M,2)
-      fits = fits && n == 4;
-      for (int32_t i = 0; fits && i < 4; ++i) {
-        t.stride[i] = x.strides[(i + 1) % 4];
-        size[i] = x.shape[(i + 1) % 4];
-      }
-      break;
-    default:
-      fits = false;
-  }
-  std::memcpy(to, &t, sizeof t);
-  if (field.size >= 0) {
-    fits = fits && field.size + sizeof size <= sizeof call;
-    if (fits) std::memcpy(reinterpret_cast<char*>(&call) + field.size, size, sizeof size);
-  }
-  return fits;
-}
 
 // Makes an FaCall of a template and of `tensors`, each in its field; None is skipped.
 bool fill(FaCall& call, PyObject* form, PyObject* places, PyObject* tensors) {
@@ -263,6 +205,8 @@ PyMethodDef functions[] = {{"kind", kind, METH_O, nullptr},
                            {"launch", fast(launch), METH_FASTCALL, nullptr},
                            {"launch_on", fast(launch_on), METH_FASTCALL, nullptr},
                            {"attend", fast(attend), METH_FASTCALL, nullptr},
+                           {"gradients", fast(gradients), METH_FASTCALL, nullptr},
+                           {"append_rows", fast(append_rows), METH_FASTCALL, nullptr},
                            {"forget_plans", forget_plans, METH_NOARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(begin)}, {0, nullptr}};

@@ -1,4 +1,5 @@
-// Tensors as a Python extension reads them: memory with strides, by DLPack's exchange table.
+// Tensors as a Python extension reads them: memory with strides, by DLPack's exchange table; and how
+// it writes them into an FaCall.
 #pragma once
 #define Py_LIMITED_API 0x030A0000  // Python 3.10
 #define PY_SSIZE_T_CLEAN
@@ -40,10 +41,13 @@ struct DLExchange {
 int (*view)(void* tensor, DLTensor* out);
 PyObject *tensor_type, *parameter_type, *is_neg;
 
+// DLDataTypeCode
+enum { kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6, kE4m3 = 10, kE5m2 = 12 };
+
+bool is_floating(const DLTensor& x) { return x.code != kInt && x.code != kUint && x.code != kBool; }
+
 // FaDtype, or -1 for what kernels do not read.
 int64_t dtype_of(const DLTensor& x) {
-  // DLDataTypeCode
-  enum { kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6, kE4m3 = 10, kE5m2 = 12 };
   if (x.lanes != 1) return -1;
   switch (x.code << 8 | x.bits) {
     case kFloat << 8 | 32:
@@ -104,5 +108,66 @@ int is_not_negated(PyObject* x) {
 
 // 1 if `x` is memory with its strides and nothing else, 0 if it is not, -1 with an exception.
 int is_plain(PyObject* x, DLTensor& d) { return is_memory(x, d) ? is_not_negated(x) : 0; }
+
+// --- tensors in an FaCall -------------------------------------------------------------------------
+
+enum PassedAs { kStrided, kBroadcast, kColumn, kPair, kPointer };  // marshalling.PASSED_AS
+
+struct Field {
+  int32_t at;  // in bytes, in FaCall
+  int32_t passed_as;
+  int32_t size;  // offset of its sizes, or -1
+};
+
+// Writes `x` to its field; false if it does not fit there.
+bool write(FaCall& call, Field field, const DLTensor& x) {
+  const size_t bytes = field.passed_as == kPointer ? sizeof(void*) : sizeof(FaTensor);
+  if (field.at < 0 || field.at + bytes > sizeof call) return false;
+  char* to = reinterpret_cast<char*>(&call) + field.at;
+  if (field.passed_as == kPointer) {
+    char* data = address(x);
+    std::memcpy(to, &data, sizeof data);
+    return true;
+  }
+  FaTensor t = {address(x), {0, 0, 0, 0}, dtype_of(x)};
+  int64_t size[4] = {1, 1, 1, 1};
+  bool fits = t.dtype >= 0;
+  const int32_t n = x.ndim;
+  switch (field.passed_as) {
+    case kStrided:
+      fits = fits && n == 4;
+      for (int32_t i = 0; fits && i < 4; ++i) t.stride[i] = x.strides[i], size[i] = x.shape[i];
+      break;
+    case kBroadcast:  // aligned to the right; what repeats has stride 0
+      fits = fits && n <= 4;
+      for (int32_t i = 0; fits && i < n; ++i) {
+        t.stride[4 - n + i] = x.shape[i] == 1 ? 0 : x.strides[i];
+        size[4 - n + i] = x.shape[i];
+      }
+      break;
+    case kColumn:  // (H), (B,H) or (B,H,M)
+      fits = fits && 1 <= n && n <= 4;
+      for (int32_t i = 0; fits && i < n; ++i) {
+        t.stride[(n == 1) + i] = x.strides[i];
+        size[(n == 1) + i] = x.shape[i];
+      }
+      break;
+    case kPair:  // (2,B,H,M) as (B,H,M,2)
+      fits = fits && n == 4;
+      for (int32_t i = 0; fits && i < 4; ++i) {
+        t.stride[i] = x.strides[(i + 1) % 4];
+        size[i] = x.shape[(i + 1) % 4];
+      }
+      break;
+    default:
+      fits = false;
+  }
+  std::memcpy(to, &t, sizeof t);
+  if (field.size >= 0) {
+    fits = fits && field.size + sizeof size <= sizeof call;
+    if (fits) std::memcpy(reinterpret_cast<char*>(&call) + field.size, size, sizeof size);
+  }
+  return fits;
+}
 
 }  // namespace

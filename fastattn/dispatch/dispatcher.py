@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends.native.marshalling import Kind, kind
+from ..backends.native.marshalling import Kind, gradients, kind
 from ..call.spec import Options, Tangents, Tensors, changed
 from . import functorch, run_pass
 from .legacy_vmap import is_batched_by_autograd
@@ -56,9 +56,10 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
     if not o.grad:
         return directly(FORWARD, op, planned, t, o)
     # Only up to the last tensor that is given: autograd takes time for each argument, even None.
-    differentiable = _attention if op is ATTENTION else _weights
+    differentiable = record if op is ATTENTION else _weights
     spec, _ = planned
-    return differentiable((op, o, t, kind_of_tensors, planned), *t[: spec.fields_to_last_given])
+    recorded = op, o, kind_of_tensors, planned
+    return differentiable((recorded, t, None), *t[: spec.fields_to_last_given])
 
 
 def _handled(tensors: Sequence[Tensor | None]) -> str:
@@ -95,22 +96,32 @@ def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
 
 class Attention(torch.autograd.Function):
     """For autograd alone: the cheapest form of a Function. Autograd sees only `tensors`, which are
-    t's. Users see its name as `grad_fn`: AttentionBackward.
+    the call's. Users see its name as `grad_fn`: AttentionBackward.
+
+    call: what backward needs beside tensors; the tensors as `Tensors`, or the results if the fast
+        path has computed them; its plan, else None.
     """
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        op, o, t, kind_of_tensors, planned = call
-        outs = directly(FORWARD, op, planned, t, o)
+        recorded, outs, plan = call
+        if plan is None:
+            op, o, _, planned = recorded
+            outs = directly(FORWARD, op, planned, outs, o)
         ctx.save_for_backward(*tensors, *outs)
-        ctx.call = op, o, len(tensors), kind_of_tensors, planned
+        ctx.call = recorded, len(tensors), plan
         ctx.set_materialize_grads(False)
         return outs
 
     @staticmethod
     def backward(ctx, *grads):
-        op, o, n, saved_kind, planned = ctx.call
+        recorded, n, plan = ctx.call
         tensors = ctx.saved_tensors  # once, because each access unpacks them all (checkpoints)
+        if plan is not None and not _is_traced():
+            found = gradients(plan, tensors, grads)
+            if found is not None:
+                return found
+        op, o, saved_kind, planned = recorded
         t, outs = Tensors(*tensors[:n]), tensors[n:]
         needs_grad = op.needs_grad(ctx.needs_input_grad[1:])
         given = BACKWARD, op, t, o, (grads, outs), needs_grad
@@ -146,7 +157,7 @@ class AttentionWeights(Attention):
 
 # Function.apply first looks for torch.func's wrappers, which takes a microsecond. Here there are
 # none: wrappers are not plain memory, and `call` has sent them elsewhere.
-_attention, _weights = (
+record, _weights = (
     super(torch.autograd.Function, function).apply  # ty: ignore
     for function in (Attention, AttentionWeights)
 )

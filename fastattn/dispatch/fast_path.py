@@ -1,41 +1,55 @@
-"""The fast path: a call on plain memory without a gradient, as one call of the C extension.
+"""The fast path: a call on plain memory as one call of the C extension, and its gradients as one.
 
 The steps of `dispatcher.call` are some dozens of calls of Python and of torch. They take as long as
-the kernel of a tiny call. csrc/python/fast_path.h makes the same checks, allocates the result and
+the kernel of a tiny call. csrc/python/fast_path.h makes the same checks, allocates the results and
 runs the kernel. It takes a call if
 
-- q, k and v are tensors of four dimensions in plain memory of the CPU, none of another class than
-  Tensor and Parameter, and no other arguments but causal and scale differ from their defaults;
-- no gradient is wanted;
+- its tensors are in plain memory of the CPU, none of another class than Tensor and Parameter, and
+  its other arguments are numbers, bools, strings, None, or tuples of these;
 - none of the subsystems of torch that `dispatcher.call` distinguishes is active (`_STATES`,
   `_GLOBALS`), nor autocast, a profiler or an observer;
-- the CPU kernels run calls of this kind. A plan says so; it is made once for each kind.
+- the CPU kernels run calls of this kind on the caller's memory, and gradients, if they are wanted,
+  are those of q, k and v alone. A plan says so; it is made once for each kind.
 
 Every other call takes the general path, which has the same results and raises the errors. Without
 the extension all do.
+
+With gradients the path computes the results, and then has autograd record them by the Function of
+`dispatcher`, which is Python: an extension for the stable ABI cannot make a node of its own.
 """
 
 from __future__ import annotations
 
+import array
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import functional as F
 
-from ..backends.native import marshalling
-from ..call.spec import Options, Tensors
+from ..backends.native import libraries, marshalling
+from ..call.spec import ARGUMENTS, PUBLIC, Options, Tensors
 from . import context_parallel
-from .dispatcher import _observers
-from .operation import plan
+from .dispatcher import _observers, record
+from .operation import ATTENTION, plan
 from .torch_function import SUBSYSTEMS
 
-Prepared = tuple[Tensors, Options]
-# (q, k, v, causal, scale) -> what `api.prepare` returns, or None to take the general path.
-Prepare = Callable[[Tensor, Tensor, Tensor, Any, Any], Prepared | None]
+
+class Prepared(NamedTuple):
+    """A call in the form of the lower layers, and how it returns its results."""
+
+    t: Tensors
+    o: Options
+    out: Callable[[Tensor], Tensor] | None = None  # a view; None: as it is
+    lse: Callable[[Tensor], Tensor] | None = None  # of the normaliser; None: it is not returned
+
+
+# Makes the call of the arguments of `attend` after its path; None if that call takes the general
+# path. It has no effects: it draws no numbers.
+Prepare = Callable[..., Prepared | None]
 Path = tuple[Any, ...]  # `Path` in fast_path.h
 
 # Functions, each with what it returns while its subsystem is inactive. The last is a setting of
@@ -54,21 +68,83 @@ _GLOBALS: tuple[Any, ...] = (
 )
 
 
-def path(prepare: Prepare, defaults: Mapping[str, Any] | None = None) -> Path:
-    """The first argument of `attend`. prepare: of the function that calls `attend`; defaults: of
-    the arguments that it gives to `attend` as a dict."""
+def path(prepare: Prepare, names: Iterable[str] = ()) -> Path:
+    """The first argument of `attend`. prepare: of the function that calls `attend`; names: of the
+    arguments that it gives between v and the dict."""
+    names = "q", "k", "v", *names
 
-    def make_plan(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any) -> Any:
-        prepared = prepare(q, k, v, causal, scale)
-        return None if prepared is None else _plan(*prepared)
+    def make_plan(*arguments: Any) -> Any:
+        *by_position, named = arguments
+        prepared = prepare(*arguments)
+        if prepared is None:
+            return None
+        given = dict(zip(names, by_position)) | named
+        return _plan(prepared, {name: x for name, x in given.items() if isinstance(x, Tensor)})
 
-    return make_plan, _STATES, _GLOBALS, torch.is_grad_enabled, torch.get_num_threads, defaults
+    active = _STATES, _GLOBALS, torch.is_grad_enabled, torch.get_num_threads
+    return make_plan, *active, _NUMBERS, record
 
 
-def _plan(t: Tensors, o: Options) -> Any:
-    spec, backend = plan(t, o, marshalling.kind(t))
+_NUMBERS = {name: at for at, name in enumerate(PUBLIC)}
+
+
+def _plan(prepared: Prepared, given: Mapping[str, Tensor]) -> Any:
+    """What `read` in fast_path.h reads, or None if the general path has to run these calls. given:
+    the caller's tensors, in the order in which `attend` gets them."""
+    t, o, view, lse = prepared
+    tensors = {name: x for name, x in zip(Tensors._fields, t) if x is not None}
+    # No tensor is a number of the plan, and none is made anew. A view of a tensor of the caller
+    # lies where every tensor of that layout has such a view.
+    if given.keys() != tensors.keys() or not all(_views(x, given[y]) for y, x in tensors.items()):
+        return None
+    kind = marshalling.kind(t)
+    spec, backend = planned = plan(t, o, kind)
     of_backend = getattr(backend, "fast_plan", None)
-    return None if of_backend is None or o.grad else of_backend(spec, t)
+    fast = None if of_backend is None else of_backend(spec, t)
+    if fast is None:
+        return None
+    out = fast.out if view is None else view(fast.out)
+    if not _views(out, fast.out) or (out.data_ptr(), out.numel()) != (
+        fast.out.data_ptr(),
+        fast.out.numel(),
+    ):
+        return None
+    gradient = None
+    if o.grad:
+        varying = {name for name, x in tensors.items() if x.requires_grad}
+        as_given = all(x is given[name] for name, x in tensors.items())
+        if view is not None or not as_given or not varying <= fast.grads.keys():
+            return None
+        names = list(given)
+        inputs = Tensors._fields[: spec.fields_to_last_given]
+        order = (names.index(name) if name in given else -1 for name in inputs)
+        grads = tuple(map(_layout, fast.grads.values()))
+        recorded = ATTENTION, o, kind, planned
+        gradient = fast.backward, _packed("i", order), grads, out, fast.normaliser, recorded
+    places = (
+        (
+            libraries.offset(ARGUMENTS[name].field),
+            tensors[name].data_ptr() - x.data_ptr(),
+            name in fast.widened,
+        )
+        for name, x in given.items()
+    )
+    normaliser = fast.normaliser.nbytes, *_layout(fast.normaliser), fast.acc or None
+    call = fast.call, fast.run, fast.brief, _packed("q", itertools.chain.from_iterable(places))
+    return *call, _layout(out), normaliser, lse, gradient
 
 
-attend: Callable[..., Tensor | None] = marshalling.attend
+def _views(x: Tensor, y: Tensor) -> bool:
+    """True if x lies in y's memory."""
+    return x.dtype == y.dtype and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+def _layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(x.shape), x.stride()
+
+
+def _packed(kind: str, numbers: Iterable[int]) -> bytes:
+    return array.array(kind, numbers).tobytes()
+
+
+attend: Callable[..., Any] = marshalling.attend

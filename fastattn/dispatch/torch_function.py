@@ -34,11 +34,12 @@ SUBSYSTEMS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-def acts_on_calls() -> bool:
-    """True if one of SUBSYSTEMS is active, or forward-mode differentiation."""
-    return forward_ad._current_level >= 0 or any(
-        function() != inactive for function, inactive in SUBSYSTEMS
-    )
+def is_plain() -> bool:
+    """True if nothing in torch sees or transforms calls: no compiler, none of SUBSYSTEMS, no
+    forward-mode differentiation."""
+    if is_compiling() or forward_ad._current_level >= 0:
+        return False
+    return all(function() == inactive for function, inactive in SUBSYSTEMS)
 
 
 def handle(function: Any, given: tuple, *rest: Any, **named: Any) -> Any:

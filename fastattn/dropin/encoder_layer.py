@@ -115,6 +115,11 @@ def _attended(
     multihead.check_hint(is_causal, mask)
     causal = is_causal and padding is None
     seq_first = not attention.batch_first
+    if padding is None and (mask is None or causal):
+        rows = projected.view(*src.shape[:2], -1)
+        at_once = attention._attend_at_once(rows, seq_first, causal)
+        if at_once is not None:
+            return at_once.flatten(0, 1)
     q, k, v = attention._split_heads(projected.unflatten(0, src.shape[:2]), seq_first)
     merged = attention._merge_masks(q, k, None if causal else mask, padding)
     out, _ = attention._attend(q, k, v, False, False, mask=merged, causal=causal)
@@ -171,7 +176,7 @@ def _is_plain_inference(layer: nn.Module, src: Any) -> bool:
         and src.numel() > 0
         and torch.backends.mha.get_fastpath_enabled()
         and not torch.compiler.is_compiling()
-        and not torch_function.acts_on_calls()
+        and torch_function.is_plain()
         and not module_globals._global_forward_pre_hooks
         and not module_globals._global_forward_hooks
     )

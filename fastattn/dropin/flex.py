@@ -23,11 +23,12 @@ from ..backends.base import names as backend_names
 from ..call.need import flag
 from ..call.sizes import divides, holds, is_decided, known
 from ..call.spec import TOKENS, MaskMod, ScoreMod, acc_dtype
+from ..dispatch.torch_function import is_plain
 from ..require_torch import TORCH_VERSION
+from ..score_mods.kept_calls import About, mod_call
 from ..score_mods.lowering import Lowered
 from ..score_mods.mod_call import ModCall
 from ..score_mods.recognition import Shape
-from ..score_mods.tracing import trace_mask_mod, trace_score_mod
 from . import flex_blocks
 from .sdpa import _order_of
 
@@ -181,21 +182,18 @@ def flex_attention(
     _check(query, key, value, enable_gqa, block_mask, return_lse, return_aux)
     listed = None if block_mask is None else flex_blocks.mask_mod_of(block_mask)
     device = query.device
-    score = None if score_mod is None else trace_score_mod(score_mod, device=device)
-    shown = flex_blocks.both(mask_mod, listed)
-    mask = None if shown is None else trace_mask_mod(shown, device=device)
     casts = may_autocast() and torch.is_autocast_enabled(device.type)
     if casts:
         query, key, value, _ = autocast(query, key, value, None)
     if _is_shared(key, query):
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     sizes = Shape(*query.shape[:3], key.shape[2])
-    call = ModCall.of(score, mask, sizes, acc_dtype(query.dtype), device)
+    runs = runs_programs(device, backend)
+    about = About(sizes, acc_dtype(query.dtype), device, None, None, runs, False)
     with torch.autocast(device.type, enabled=False) if casts else nullcontext():
         rest: dict[str, Any] = dict(scale=scale, sinks=sinks, dropout_p=dropout_p, seed=seed)
-        left = call.rest()
-        runs = runs_programs(device, backend)
-        lowered = call.lowered(left) if runs else None
+        shown = flex_blocks.both(mask_mod, listed)
+        call, left, lowered = mod_call(score_mod, shown, about, is_plain())
         if lowered is not None:
             rest["softcap"] = left.softcap
             out, lse = _in_kernels(call, lowered, query, key, value, backend=backend, **rest)

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from .. import api
 from ..call.need import need_dense
 from ..call.sizes import agree, holds
-from ..dispatch import torch_function
+from ..call.spec import TOKENS
+from ..dispatch import fast_path, torch_function
 from ..module_types import AsForward
 from . import nested, nested_heads
 
@@ -219,7 +220,15 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         seq_first = batched and not self.batch_first
         self._check_inputs(query, key, value, seq_first)
-        q, k, v = self._project(query, key, value, seq_first)
+        projected = None
+        if query is key is value and not need_weights and self._takes_one_call(query):
+            no_mask = attn_mask is None and key_padding_mask is None
+            projected = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            out = self._attend_at_once(projected, seq_first, causal) if no_mask else None
+            if out is not None:
+                out = F.linear(out, self.out_proj.weight, self.out_proj.bias)
+                return out if batched else out.squeeze(0), None
+        q, k, v = self._project(query, key, value, seq_first, projected)
         mask = self._merge_masks(q, k, attn_mask, key_padding_mask)
         k, v, mask = self._append_keys(k, v, mask)
         out, weights = self._attend(
@@ -233,9 +242,20 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- projections ---------------------------------------------------------------------------
 
     def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, seq_first: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seq_first: bool,
+        projected: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as (B, H, L, D) views of as few projections as possible. Nothing is copied."""
+        """q, k, v as (B, H, L, D) views of as few projections as possible. Nothing is copied.
+
+        projected: those of query, if they are known and it is key and value, too.
+        """
+        if projected is not None:
+            q, k, v = self._split_heads(projected, seq_first)
+            return q, k, v
         w, b, e = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         of = self.q_proj_weight if w is None else w
         if not seq_first and b is not None and b.dtype != of.dtype:
@@ -294,6 +314,29 @@ class MultiheadAttention(nn.MultiheadAttention):
             mask = F.pad(mask, (0, len(extra)), value=mask.dtype == torch.bool)
         extra_k, extra_v = zip(*extra, strict=True)
         return torch.cat([k, *extra_k], dim=2), torch.cat([v, *extra_v], dim=2), mask
+
+    def _takes_one_call(self, query: Tensor) -> bool:
+        """True for self-attention in inference without appended keys or dropout."""
+        w, b = self.in_proj_weight, self.in_proj_bias
+        return (
+            w is not None
+            and self.bias_k is None
+            and not self.add_zero_attn
+            and not (self.training and self.dropout)
+            and (b is None or b.dtype == w.dtype)
+            and query.device.type == "cpu"
+            and torch_function.is_plain()
+            and not torch.is_grad_enabled()
+        )
+
+    def _attend_at_once(self, projected: Tensor, seq_first: bool, causal: bool) -> Tensor | None:
+        """The outputs of the heads side by side, (B, L, E) or (L, B, E), by one native call; None
+        if that does not take these.
+
+        projected: (B, L, 3 E) or (L, B, 3 E).
+        """
+        of = projected, projected, projected
+        return fast_path.attend(_FAST, *of, self.num_heads, seq_first, causal, {})
 
     # -- attention -----------------------------------------------------------------------------
 
@@ -360,6 +403,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise AssertionError(
                 f"was expecting embedding dimension of {self.embed_dim}, but got {query.size(-1)}"
             )
+        if key is value:
+            return
         packed = self.in_proj_weight is not None
         shapes = (x.shape if packed else x.shape[:2] for x in (key, value))
         if agree(*shapes):
@@ -371,6 +416,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         raise AssertionError(
             f"key's sequence and batch dims {key.shape[:2]} do not match value's {value.shape[:2]}"
         )
+
+
+def _prepare_fast(x: Tensor, *rest: Any) -> fast_path.Prepared:
+    _, _, heads, seq_first, causal, _ = rest
+    x = x.view(*x.shape[:2], 3, heads, x.shape[2] // (3 * heads))
+    q, k, v = (y.permute((1, 2, 0, 3) if seq_first else (0, 2, 1, 3)) for y in x.unbind(2))
+    order = "MBH" if seq_first else TOKENS
+
+    def side_by_side(out: Tensor) -> Tensor:
+        return out.permute((2, 0, 1, 3) if seq_first else (0, 2, 1, 3)).flatten(2)
+
+    t, o = api.prepare(q, k, v, {"causal": causal}, orders=(order, order))
+    return fast_path.Prepared(t, o, side_by_side)
+
+
+_FAST = fast_path.path(_prepare_fast, ["heads", "seq_first", "causal"])
 
 
 def check_mask_kinds(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Size, SymFloat, SymInt, Tensor
 
-from ..api import attend, autocast, may_autocast, prepare
+from ..api import autocast, may_autocast, prepare
 from ..call.need import need_dense
 from ..call.sizes import agree, broadcasts, divides, holds, is_decided, known
 from ..call.spec import TOKENS
 from ..dispatch import fast_path
+from ..dispatch.dispatcher import call
+from ..dispatch.operation import ATTENTION
 from ..dispatch.torch_function import (
     handle,
     is_compiling,
@@ -91,15 +94,37 @@ def scaled_dot_product_attention(
         >>> torchs = torch.nn.functional.scaled_dot_product_attention
         >>> torch.testing.assert_close(out, torchs(query, key, value, is_causal=True))
     """
-    plain = attn_mask is None and enable_gqa is False and type(dropout_p) is float
-    if plain and not dropout_p and not is_dynamo_compiling():
-        out = fast_path.attend(_FAST, query, key, value, is_causal, scale)
+    if not is_dynamo_compiling():
+        rest = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        out = fast_path.attend(_FAST, query, key, value, *rest, {})
         if out is not None:
             return out
     if is_overridden(query, key, value) and not is_compiling():
         given, rest = (query, key, value), (attn_mask, dropout_p, is_causal)
         own = {"scale": scale, "enable_gqa": enable_gqa}
         return handle(scaled_dot_product_attention, given, *rest, **own)
+    numbers = _numbers(dropout_p, is_causal, scale, enable_gqa)
+    if all(map(nested.is_jagged, (query, key, value))):
+        return _attend_jagged(query, key, value, attn_mask, *numbers)
+    made = _as_call(query, key, value, attn_mask, *numbers)
+    given = made.q, made.k, made.v, made.arguments, "scaled_dot_product_attention"
+    out, _ = call(ATTENTION, *prepare(*given, orders=made.orders))
+    return out if made.view is None else made.view(out)
+
+
+class _Call(NamedTuple):
+    """A call in the form of `attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    orders: tuple[str, str]
+    arguments: dict[str, Any]
+    view: Callable[[Tensor], Tensor] | None = None  # of the result; None: as it is
+
+
+def _numbers(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> tuple:
+    """These arguments in the types that torch converts them to."""
     if type(dropout_p) is not float:
         dropout_p = _number("dropout_p", dropout_p)
     if scale is not None:
@@ -107,12 +132,13 @@ def scaled_dot_product_attention(
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         _need_type(isinstance(is_causal, bool), "is_causal", "bool", is_causal)
         _need_type(isinstance(enable_gqa, bool), "enable_gqa", "bool", enable_gqa)
-    q, k, v, mask = query, key, value, attn_mask
+    return dropout_p, is_causal, scale, enable_gqa
+
+
+def _as_call(q, k, v, mask, dropout_p, is_causal: bool, scale, enable_gqa: bool) -> _Call:
     casts = may_autocast()
     if mask is None and scale is None and dropout_p == 0 and not casts and _is_ordinary(q, k, v):
-        return _attend(q, k, v, _orders_of_rows(q, k, v), causal=is_causal)
-    if all(map(nested.is_jagged, (q, k, v))):
-        return _attend_jagged(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+        return _Call(q, k, v, _orders_of_rows(q, k, v), {"causal": is_causal})
     causal = "top_left" if is_causal else False
     if is_causal_bias(mask):
         causal, mask = _causal_bias(mask, q, k, is_causal), None
@@ -124,39 +150,35 @@ def scaled_dot_product_attention(
         )
     if casts:  # before the memory orders are found, because a cast may change them
         q, k, v, mask = autocast(q, k, v, mask)
+    given = dict(mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
     of_items = q.shape[0], k.shape[0], v.shape[0]
     if not (q.ndim == k.ndim == v.ndim == 4 and agree(of_items[:2], of_items[1:])):
-        return _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa)
+        return _any_rank(q, k, v, given, enable_gqa)
     orders = _memory_orders(q, k, v, mask, dropout_p, enable_gqa)
     heads = k.shape[1], v.shape[1], q.shape[1]
     if not agree(heads[:2], heads[1:]):
         q, k, v = _match_heads(q, k, v, enable_gqa)
-    return _attend(q, k, v, orders, mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
+    return _Call(q, k, v, orders, given)
 
 
 def _prepare_fast(
-    q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, *rest: Any
 ) -> fast_path.Prepared | None:
-    """For calls that differ in no more than a scale from those that need no checks."""
-    q, k, v = (x.detach() for x in (q, k, v))  # the plan is for tensors and parameters
-    if type(causal) is not bool or not _is_ordinary(q, k, v):
+    *scalars, _ = rest
+    if scalars[0] != 0:  # dropout draws a seed
         return None
-    _check_scalars(0.0, scale)
-    given = {"causal": causal, "scale": scale}
-    return prepare(q, k, v, given, orders=_orders_of_rows(q, k, v))
+    made = _as_call(q, k, v, mask, *_numbers(*scalars))
+    t, o = prepare(made.q, made.k, made.v, made.arguments, orders=made.orders)
+    return fast_path.Prepared(t, o, made.view)
 
 
-_FAST = fast_path.path(_prepare_fast)
+_FAST = fast_path.path(_prepare_fast, ["mask", "dropout_p", "is_causal", "scale", "enable_gqa"])
 
 
 def is_causal_bias(mask: Any) -> bool:
     """True for a CausalBias. This compares names, because to import the class takes a second. A
     caller that has one has imported it."""
     return type(mask).__name__ == "CausalBias"
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, orders: tuple[str, str], **rest: Any) -> Tensor:
-    return attend(q, k, v, orders=orders, function="scaled_dot_product_attention", **rest)[0]
 
 
 # --------------------------------------------------------------------------------- memory layout
@@ -273,9 +295,10 @@ def _is_ordinary(q, k, v) -> bool:
         return False  # a nested tensor has no shape
 
 
-def _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa) -> Tensor:
-    """Attend in the form (B,H,M,D), and convert back. Two dimensions have B = H = 1; three have
-    B = 1."""
+def _any_rank(q, k, v, given: dict[str, Any], enable_gqa: bool) -> _Call:
+    """A call in the form (B,H,M,D), and the view of its result. Two dimensions have B = H = 1;
+    three have B = 1."""
+    mask = given["mask"]
     rank = max(q.ndim, k.ndim, v.ndim)
     if enable_gqa and rank < 3:
         raise RuntimeError(
@@ -286,14 +309,15 @@ def _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa) -> Tensor:
     orders = CONTIGUOUS
     if may_flash:
         of_items = mask if mask is None or mask.ndim < 3 else mask[None]
-        orders = _memory_orders(q, k, v, of_items, dropout_p, enable_gqa)
+        orders = _memory_orders(q, k, v, of_items, given["dropout_p"], enable_gqa)
     q, k, v = _match_heads(q, k, v, enable_gqa)
     lead = _broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (_merge(x, lead) for x in (q, k, v))
-    mask = _merge_mask(mask, lead)
-    given: dict[str, Any] = dict(mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
-    out = _attend(q, k, v, orders, **given).unflatten(0, lead)
-    return out[(0,) * (max(rank, 4) - rank)]
+
+    def as_given(out: Tensor) -> Tensor:
+        return out.unflatten(0, lead)[(0,) * (max(rank, 4) - rank)]
+
+    return _Call(q, k, v, orders, given | {"mask": _merge_mask(mask, lead)}, as_given)
 
 
 def _merge(x: Tensor, lead: Size) -> Tensor:

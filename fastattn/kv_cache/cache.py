@@ -17,21 +17,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Unpack  # torch depends on it
 
-from ..api import attention_packed
-from ..backends.native.marshalling import kind
+from ..api import attention_packed, draws, prepare_packed
+from ..backends.native.marshalling import append_rows, kind
 from ..backends.shared.value_checks import checks_values
 from ..call.int4 import BLOCK, INT4
 from ..call.need import flag, need_a_tensor, need_constant, whole
+from ..call.packed_layout import rows_first
 from ..call.quantisation import STORAGE
 from ..call.spec import CacheArguments
 from ..call.validation import DTYPES
-from ..dispatch.torch_function import is_compiling
+from ..dispatch import fast_path
+from ..dispatch.torch_function import is_compiling, is_dynamo_compiling, is_plain
 from . import key_offset
 from .block_pool import Claim, Pool, indexable, used
-from .new_rows import Put, put, put_stored
+from .new_rows import Put, put, put_stored, step
 
 Counts = int | Sequence[int] | Tensor
 F = TypeVar("F", bound=Callable[..., Any])
+# Arguments of `attention_packed` that a cache gives.
+_SUPPLIED = dict.fromkeys(("key_lengths", "block_table", "cu_k", "max_k", "k_scale", "v_scale"))
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -125,6 +129,10 @@ class KVCache:
     capacity: int
     grow: bool
     _shortest: int | None = None
+    # What `attention` of M rows reads: the pages, M, tensors.
+    _reads: tuple[dict[str, Tensor], int, tuple[Tensor | None, ...]] | None = None
+    _step: tuple | None = None  # of `append_rows`, for the items in these pages:
+    _step_in: dict[str, Tensor] | None = None
 
     @_kept
     def __init__(
@@ -347,7 +355,11 @@ class KVCache:
             >>> cache.attention(token, window=(3, 0)).shape
             torch.Size([2, 8, 1, 32])
         """
-        for name in ("key_lengths", "block_table", "cu_k", "max_k", "k_scale", "v_scale"):
+        if self._is_ordinary(q, cu_q, max_q, allow_empty_rows):
+            found = self._attend_at_once(q, causal, return_lse, arguments)
+            if found is not None:
+                return found
+        for name in _SUPPLIED:
             if name in arguments:
                 raise TypeError(f"{name}: got an argument, expected none: the cache passes its own")
         flag("allow_empty_rows", allow_empty_rows)
@@ -376,6 +388,33 @@ class KVCache:
         if wrong is not None:
             raise ValueError(wrong)
         return result
+
+    def _is_ordinary(self, q: Any, cu_q: Any, max_q: Any, allow_empty_rows: Any) -> bool:
+        """True for the same number of rows of each item, if all are known to see a key."""
+        given = cu_q is not None or max_q is not None
+        if is_dynamo_compiling() or given or self._pool.offset is not None:
+            return False
+        if not isinstance(q, Tensor) or q.ndim != 4 or self._pool.k.device.type != "cpu":
+            return False
+        if allow_empty_rows is True:
+            return True
+        if self._shortest is None:
+            self._shortest = min(self._lengths.tolist(), default=0)
+        # Then each row sees the key where it stands, which no window hides.
+        return 0 < q.shape[2] <= self._shortest and allow_empty_rows is False
+
+    def _attend_at_once(
+        self, q: Tensor, causal: Any, return_lse: Any, arguments: dict[str, Any]
+    ) -> Any:
+        if is_dynamo_compiling():  # it may begin here, after a break of its graph
+            return None
+        M, pool = q.shape[2], self._pool
+        if self._reads is None or self._reads[0] is not pool.kept or self._reads[1] != M:
+            scales = pool.scale("k"), pool.scale("v")
+            tensors = pool.k, pool.v, *self._on_device, self._every(M), *scales
+            self._reads = pool.kept, M, tensors
+        tensors = self._reads[2]
+        return fast_path.attend(_FAST, q, *tensors, causal, return_lse, arguments)
 
     def _is_autocast(self) -> bool:
         return _any_autocast() and torch.is_autocast_enabled(self._pool.k.device.type)
@@ -452,6 +491,52 @@ class KVCache:
             self._offsets = M, offsets
         return self._offsets[1]
 
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        **arguments: Any,
+    ) -> Any:
+        """Append k and v, then compute `attention` of q, as a step of decoding does.
+
+        On a CPU each of the two is one native call, while the rows fit into the pages that the
+        items have. Where attention raises, the keys stay appended; `truncate` drops them.
+
+        Args:
+            q: Queries, as in `attention`.
+            k: Keys, as in `append` without cu.
+            v: Values, as in `append` without cu.
+            causal: As in `attention`.
+            **arguments: Those of `attention`.
+
+        Shape:
+            q: (B, H, M, D), the cache's dtype.
+            k: (B, Hk, n, D), the cache's dtype and device.
+            v: (B, Hk, n, Dv), the cache's dtype and device.
+            out: (B, H, M, Dv).
+
+        Returns:
+            As `attention`.
+
+        Raises:
+            RuntimeError: As `append`.
+            ValueError, TypeError, NotImplementedError: As `append` and `attention`.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> cache = fastattn.KVCache(2, 4, 32, capacity=64)
+            >>> for n in (10, 1, 1):  # a prompt, then token by token
+            ...     q, k, v = torch.randn(3, 2, 4, n, 32)
+            ...     out = cache.step(q, k, v)
+            >>> cache.lengths
+            tensor([12, 12])
+        """
+        self.append(k, v)
+        return self.attention(q, causal, **arguments)
+
     # ---------------------------------------------------------------------------------- appending
 
     def append(self, k: Tensor, v: Tensor | None = None, cu: Tensor | None = None) -> None:
@@ -483,8 +568,28 @@ class KVCache:
             >>> cache.lengths
             tensor([3, 2])
         """
+        if cu is None and self._append_step(k, v):
+            return
         need_constant("a cache keeps keys and values without their gradient", k=k, v=v)
         self._append(k, v, cu)
+
+    def _append_step(self, k: Tensor, v: Tensor | None) -> bool:
+        """Append rows of every item to the pages that it has, in one native call, as most decoding
+        steps do. False: it has not."""
+        if is_compiling() or not self._slack:
+            return False
+        kept = self._pool.kept
+        if self._step_in is not kept:
+            if not is_plain():
+                return False
+            self._step, self._step_in = step(self._pool, *self._items[:2]), kept
+        n = None if self._step is None else append_rows(self._step, k, v, self._slack)
+        if n is None:
+            return False
+        self._slack -= n
+        if self._shortest is not None:
+            self._shortest += n
+        return True
 
     @_kept
     def _append(self, k: Tensor, v: Tensor | None, cu: Tensor | None) -> None:
@@ -504,11 +609,12 @@ class KVCache:
         if cu is None:
             write = put(self._pool, given)
             change = self._with(torch.full_like(self._lengths, n), self._items)
-            self._do(change, write, self._left(change))
         else:
             offsets = _offsets(cu, self.batch, k.shape[0])
             write = put(self._pool, given, offsets)
-            self._do(self._with(offsets.diff(), self._items), write)
+            change = self._with(offsets.diff(), self._items)
+        # Items without new rows may share their last page, to which no step goes on.
+        self._do(change, write, self._left(change) if cu is None else 0)
 
     def _check(self, given: dict[str, Any], packed: bool) -> None:
         dtype, device, heads = self.dtype, self._pool.k.device, self._pool.k.shape[2]
@@ -641,15 +747,22 @@ class KVCache:
             >>> beams.block_table[:, 0].unique().numel()  # all share the page of the prompt
             1
         """
-        chosen = _index(items, self.batch)
-        table, lengths, goes_on = (x[chosen] for x in self._items)
         pool, page = self._pool, self.page_size
-        last = self._table.gather(1, ((self._lengths - 1) // page).clamp(min=0)[:, None])[:, 0]
-        alone = self._items.goes_on | (pool.users[last] == 1)
+        if items is None:
+            table, lengths = self._table.clone(), self._lengths.clone()
+        else:
+            chosen = _index(items, self.batch)
+            table, lengths = self._table[chosen], self._lengths[chosen]
+        alone = torch.ones_like(self._items.goes_on)
+        if pool.forked:
+            alone = self._items.goes_on | (pool.users[self._last_pages()] == 1)
         made = object.__new__(KVCache)
         kept = self.capacity, self.grow, self._is_contiguous
-        made._begin(pool, Items(table, lengths, torch.zeros_like(goes_on)), *kept)
-        pool.add(used(table, lengths, page))
+        made._begin(pool, Items(table, lengths, alone.new_zeros(len(table))), *kept)
+        if items is None and not pool.forked:  # all pages in use are this cache's
+            pool.users.mul_(2)
+        else:
+            pool.add(used(table, lengths, page))
         pool.forked, self._items = True, self._items._replace(goes_on=alone)
         made._watch()
         return made
@@ -693,7 +806,6 @@ class KVCache:
         rows = {name: torch.cat([x[name] for x in kept]) for name in self._pool.kept if kept}
         self._do(change, put_stored(rows, moved) if kept else None)
 
-    @_kept
     def truncate(self, lengths: Counts) -> None:
         """Keep only the first keys of each item, to drop rejected speculative tokens.
 
@@ -716,6 +828,43 @@ class KVCache:
             >>> cache.lengths
             tensor([ 7, 10])
         """
+        if not self._shorten(lengths):
+            self._truncate(lengths)
+
+    def _shorten(self, lengths: Counts) -> bool:
+        """Keep fewer keys in the pages that the items have, if no other cache reads these, as the
+        steps of speculative decoding do: the next step goes on there. False: nothing has changed.
+        """
+        if not is_plain() or self._pool.k.device.type != "cpu":
+            return False
+        if isinstance(lengths, Tensor):
+            whole_numbers = lengths.dtype in (torch.int32, torch.int64) and lengths.ndim < 2
+            if not whole_numbers or kind((lengths,)) is None:
+                return False
+            lengths = lengths.tolist()
+        now, page = self._lengths.tolist(), self.page_size
+        if isinstance(lengths, (list, tuple)):
+            keep = list(lengths)
+        elif type(lengths) is int:
+            keep = [lengths] * len(now)
+        else:
+            return False
+        if len(keep) != len(now) or not now:
+            return False
+        if not all(type(n) is int for n in keep):
+            return False
+        if not all(0 <= n <= m and (m - 1) // page == (n - 1) // page for n, m in zip(keep, now)):
+            return False
+        if self._pool.forked and (self._pool.users[self._last_pages()] != 1).any():
+            return False
+        with torch.inference_mode(False):  # for calls in any mode
+            kept = torch.tensor(keep, device="cpu")
+        slack = min(min(-n % page for n in keep), self.capacity - max(keep))
+        self._set(self._items._replace(lengths=kept), (self._table, kept), slack, min(keep))
+        return True
+
+    @_kept
+    def _truncate(self, lengths: Counts) -> None:
         keep = self._counts("lengths", lengths)
         has, needs = (-(-x[:, None] // self.page_size) for x in (self._lengths, keep))
         block = torch.arange(self._table.shape[1], device="cpu")
@@ -767,6 +916,9 @@ class KVCache:
     def __copy__(self) -> KVCache:
         return self.fork()
 
+    def __getstate__(self) -> dict[str, Any]:  # without addresses
+        return self.__dict__ | dict(_step=None, _step_in=None, _reads=None)
+
     def __setstate__(self, state: dict[str, Any]) -> None:  # for deepcopy and pickle
         self.__dict__.update(state)
         self._pool.add(used(*self._held, self.page_size))  # a copied pool counts no users
@@ -782,6 +934,7 @@ class KVCache:
         """there: table and lengths on the pages' device. slack: at most the result of `_left`.
         shortest: the keys of the shortest item, if that is known without reading a tensor."""
         self._items, self._on_device = items, there
+        self._reads = self._step = self._step_in = None
         self._slack, self._shortest = slack, shortest
         self._held[:] = items[:2]
 
@@ -792,6 +945,11 @@ class KVCache:
     @property
     def _lengths(self) -> Tensor:
         return self._items.lengths
+
+    def _last_pages(self) -> Tensor:
+        """(B,): the last page of each item that has one."""
+        last = ((self._lengths - 1) // self.page_size).clamp(min=0)
+        return self._table.gather(1, last[:, None])[:, 0]
 
     def _moved(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x and y on the pages' device; bookkeeping is done on the host."""
@@ -820,6 +978,32 @@ class KVCache:
                 f"[0, {int(self._lengths[b])}], its length"
             )
         return numbers
+
+
+def _prepare_fast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> fast_path.Prepared | None:
+    table, lengths, cu_q, k_scale, v_scale, causal, return_lse, arguments = rest
+    B, _, M, _ = q.shape
+    if B != len(table) or draws(arguments) or _SUPPLIED.keys() & arguments.keys():
+        return None
+    mask = arguments.get("mask")
+    columns = mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
+
+    def by_item(rows: Tensor) -> Tensor:
+        return rows_first(rows).unflatten(0, (B, M)).transpose(1, 2)
+
+    t, o = prepare_packed(
+        q.transpose(1, 2).flatten(0, 1),
+        *(k, v, cu_q, None, table, M, None if columns == 1 else columns, k_scale, v_scale),
+        arguments | dict(causal=causal, key_lengths=lengths),
+    )
+    lse = (lambda normaliser: by_item(normaliser[0])) if flag("return_lse", return_lse) else None
+    return fast_path.Prepared(t, o, by_item, lse)
+
+
+_FAST = fast_path.path(
+    _prepare_fast,
+    ["block_table", "key_lengths", "cu_q", "k_scale", "v_scale", "causal", "return_lse"],
+)
 
 
 def _let_go(pool: Pool, held: list[Tensor]) -> None:

@@ -7,6 +7,7 @@ transforms operations. All others are written by torch's operations.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from ..backends.native import libraries
 from ..backends.native.libraries import DTYPE
 from ..backends.native.marshalling import kind
 from ..call.quantisation import STORAGE
+from ..dispatch import fast_path
 from ..dispatch.torch_function import SUBSYSTEMS, is_compiling
 from .block_pool import Pool, write
 
@@ -27,6 +29,7 @@ Put = Callable[[dict[str, Tensor], Tensor, Tensor], None]
 # FaAppend: data, stride[4] and dtype of x; pages, their dtype and stride[3]; scales and theirs;
 # table, lengths, offsets; B, n, Hk, D, P, page, blocks, threads; what is subtracted.
 _APPEND = struct.Struct("=Q5qQ4qQ3q3Q8qQ")
+_PATH = fast_path.path(lambda *arguments: None)  # for what acts on calls
 _SEES_OPERATIONS = [x for x in SUBSYSTEMS if x[0] is not torch._C._is_any_autocast_enabled]
 
 
@@ -96,25 +99,15 @@ def _append(
 ) -> None:
     first = 0 if offsets is None else offsets.data_ptr()
     bookkeeping = table.data_ptr(), lengths.data_ptr(), first
-    threads = torch.get_num_threads()
     for name, x in given.items():
-        pages = kept[name]
-        scales = kept[f"{name}_scale"] if pages.dtype in STORAGE else None
         if offsets is None:
-            _, heads, n, D = x.shape
+            n, D = x.shape[2:]
             item, head, row, column = x.stride()
         else:
-            n, heads, D = x.shape
+            n, _, D = x.shape
             item, (row, head, column) = 0, x.stride()
-        P, page = pages.shape[:2]
-        packed = _APPEND.pack(
-            *(x.data_ptr(), item, row, head, column, DTYPE[x.dtype]),
-            *(pages.data_ptr(), DTYPE[pages.dtype], *pages.stride()[:3]),
-            *((0, 0, 0, 0) if scales is None else (scales.data_ptr(), *scales.stride())),
-            *bookkeeping,
-            *(len(lengths), n, heads, D, P, page, table.shape[1], threads),
-            0 if subtracted is None or name != "k" else subtracted.data_ptr(),
-        )
+        rows = x.data_ptr(), item, row, head, column, DTYPE[x.dtype]
+        packed = _packed(name, rows, n, D, bookkeeping, subtracted, kept, table)
         status = libraries.cpu().append(packed)
         if status == libraries.NO_MEMORY:
             raise MemoryError(
@@ -126,3 +119,46 @@ def _append(
                 "at a time changes"
             )
     increment_version(list(kept.values()))
+
+
+def _packed(
+    name: str,
+    rows: tuple[int, ...],
+    n: int,
+    D: int,
+    bookkeeping: tuple[int, int, int],
+    subtracted: Tensor | None,
+    kept: dict[str, Tensor],
+    table: Tensor,
+) -> bytes:
+    """FaAppend. rows: its x; bookkeeping: the addresses of table, lengths and offsets."""
+    pages = kept[name]
+    scales = kept[f"{name}_scale"] if pages.dtype in STORAGE else None
+    P, page, heads = pages.shape[:3]
+    return _APPEND.pack(
+        *rows,
+        *(pages.data_ptr(), DTYPE[pages.dtype], *pages.stride()[:3]),
+        *((0, 0, 0, 0) if scales is None else (scales.data_ptr(), *scales.stride())),
+        *bookkeeping,
+        *(table.shape[0], n, heads, D, P, page, table.shape[1], torch.get_num_threads()),
+        0 if subtracted is None or name != "k" else subtracted.data_ptr(),
+    )
+
+
+def step(pool: Pool, table: Tensor, lengths: Tensor) -> tuple | None:
+    """The first argument of `append_rows`, for rows that go into the pages of `table`; None if the
+    library does not write these. `append_rows` raises `lengths`."""
+    kept = pool.kept
+    if kept["k"].device.type != "cpu" or libraries.cpu_unavailable() is not None:
+        return None
+    changes = [*kept.values(), lengths]
+    if kind((*changes, table)) is None or not table.is_contiguous():
+        return None
+    x, nowhere = (0, 0, 0, 0, 0, DTYPE[pool.dtype]), (0, 0, 0)
+    names = [name for name in ("k", "v") if name in kept]
+    sizes = dict(zip(("k", "v"), pool.head_dims))
+    forms = (_packed(name, x, 0, sizes[name], nowhere, None, kept, table) for name in names)
+    pages = ((kept[name], kept.get(f"{name}_scale")) for name in names)
+    tensors = table, pool.offset, *itertools.chain.from_iterable(pages)
+    increment = partial(increment_version, changes)
+    return _PATH, libraries.cpu().append_at, b"".join(forms), tensors, lengths, increment

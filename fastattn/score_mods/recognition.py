@@ -36,6 +36,7 @@ class Structure(NamedTuple):
     alibi: float [H]: slope |i - j| is subtracted, after `softcap`.
     score: the program of the rest of the score_mod, which comes first. None: no rest.
     mask: the program of the rest of the mask_mod. None: no rest.
+    of_elements: whether elements of captured tensors decided key lengths, or that there are none.
     """
 
     band: Band | None = None
@@ -44,6 +45,7 @@ class Structure(NamedTuple):
     alibi: Tensor | None = None
     score: Program | None = None
     mask: Program | None = None
+    of_elements: bool = False
 
 
 def recognise(
@@ -94,7 +96,7 @@ def _unreadable(tensor: Tensor) -> bool:
 def _of_mask(mask: Program, tensors, shape: Shape, dtype) -> Structure:
     left: int | None = None
     right: int | None = None
-    lengths = None
+    lengths, of_elements = None, False
     rest: list[int] = []
     for at in _conjuncts(mask):
         edges = _band(mask, at)
@@ -107,13 +109,14 @@ def _of_mask(mask: Program, tensors, shape: Shape, dtype) -> Structure:
         if inputs_of(leaf) <= {"b", "j"}:
             of_leaf = _lengths(leaf, tensors, shape, dtype)
             if of_leaf is not None:
+                of_elements |= any(x.tensor is not None for x in leaf.values)
                 lengths = of_leaf if lengths is None else torch.minimum(lengths, of_leaf)
                 continue
         rest.append(at)
     band = None if left is right is None else (left, right)
     if lengths is not None and bool((lengths == shape.keys).all()):
         lengths = None
-    return Structure(band, lengths, mask=_conjunction(mask, rest))
+    return Structure(band, lengths, mask=_conjunction(mask, rest), of_elements=of_elements)
 
 
 def _conjuncts(program: Program) -> list[int]:

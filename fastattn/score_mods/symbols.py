@@ -52,6 +52,7 @@ class Trace:
         self.device: torch.device = device  # of symbols
         self.dtype: torch.dtype = dtype  # of float symbols
         self.tensors: list[Tensor] = []
+        self.reads: bool = False  # an element of a tensor that the function did not make
         self.literals: list[Tensor] = []  # 0-d tensors that the function made itself
 
     def symbol(self, at: int) -> Symbol:
@@ -327,6 +328,7 @@ def _as_symbol(trace: Trace, x: object) -> Symbol | None:
             for bound in (x.start, x.stop, x.step):
                 if isinstance(bound, (Symbol, Table)):
                     raise refused(TypeError, "a slice by an index: use a number, or torch.where")
+                trace.reads |= isinstance(bound, Tensor)
         return None
     symbol = trace.lift(x, "an index of a captured tensor")
     if symbol.kind != "int":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,13 @@ from .symbols import Symbol, Table, Trace, indexed, kind_of, refused
 SCORE_MOD, MASK_MOD = ("score", "b", "h", "i", "j"), ("b", "h", "i", "j")
 GETITEM = torch.Tensor.__getitem__
 SETITEM = torch.Tensor.__setitem__
+# What these return of a tensor does not depend on its elements.
+OF_SHAPES = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
+    )
+)
 # A 0-d tensor that these make inside of the function is a number of the program.
 MAKERS = frozenset(("tensor", "scalar_tensor", "full", "zeros", "ones", "as_tensor", "asarray"))
 
@@ -27,6 +34,12 @@ class Traced(NamedTuple):
 
     program: Program
     tensors: tuple[Tensor, ...]
+
+
+class Fixed(Traced):
+    """One that is the same for other elements of these tensors: tracing has read none."""
+
+    __slots__ = ()
 
 
 class Mod:
@@ -108,11 +121,14 @@ class _Mode(TorchFunctionMode):
             tensor, key = args[0], args[1]
             if isinstance(tensor, Tensor) and _symbolic(key):
                 return indexed(self.trace, tensor, (None,) * tensor.dim(), key)
+            self.trace.reads |= any(True for _ in _tensors((key,), {}))
             return func(*args)
         if Symbol in types or Table in types or _symbolic(args) or _symbolic(kwargs.values()):
             if func is SETITEM:
                 raise refused(TypeError, "a score_mod or mask_mod may not change a captured tensor")
             return call(self.trace, func.__name__, args, kwargs)
+        if func not in OF_SHAPES and not all(map(self.trace.is_literal, _tensors(args, kwargs))):
+            self.trace.reads = True
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dim() == 0:
             self._literal(func, (*args, *kwargs.values()), result)
@@ -127,6 +143,17 @@ class _Mode(TorchFunctionMode):
             trace.literals.append(result)
         else:  # changed in place, by a captured tensor
             trace.literals = [x for x in trace.literals if x is not result]
+
+
+def _tensors(args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    """The tensors among the arguments, and in lists and slices among them."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from _tensors(tuple(x), {})
+        elif isinstance(x, slice):
+            yield from _tensors((x.start, x.stop, x.step), {})
 
 
 def _symbolic(args: Any) -> bool:
@@ -231,7 +258,8 @@ def _returned(trace: Trace, fn: Callable, result: object) -> Symbol:
 def _traced(trace: Trace, result: Symbol) -> Traced:
     captured = tuple((kind_of(x.dtype), x.dim()) for x in trace.tensors)
     program = trace.builder.program(result.at, captured)
-    return Traced(*without_unused(program, tuple(trace.tensors)))
+    kind = Traced if trace.reads else Fixed
+    return kind(*without_unused(program, tuple(trace.tensors)))
 
 
 def merge(

@@ -15,7 +15,7 @@ from tests.cpu.test_amx import TILED, every_tiled, needs_chip, on_tiles
 from tests.gpu_emulation.emulator import ROOT
 from tests.support.backends import variant
 from tests.support.cases import DTYPES, FEATURE, Dims, build
-from tests.support.kernel_builds import ON_THE_MODEL, run
+from tests.support.kernel_builds import ON_THE_MODEL, run, use_library  # noqa: F401
 from tests.support.kernel_builds import build as build_kernels
 
 pytestmark = on_tiles
@@ -100,11 +100,11 @@ def trapped(tmp_path_factory):
     return library, trap
 
 
-def of_both(library, trap, monkeypatch, problem):
+def of_both(library, trap, use_library, problem):  # noqa: F811
     """(results of the model, results of the assembly, number of emulated instructions)"""
     with variant("amx_model"):
         expected = problem.run(fastattn.attention, backend="cpu")
-    monkeypatch.setattr(libraries, "cpu", lambda: library)
+    use_library(library)
     trap.begin()
     try:
         found = problem.run(fastattn.attention, backend="cpu")
@@ -120,11 +120,11 @@ ASSEMBLED = [(1, ""), (3, "gqa+dropout"), (40, "causal"), (150, "window"), (70, 
 @pytest.mark.parametrize("dtype", PRODUCTS)
 @pytest.mark.parametrize("d", [24, 64, 72])
 @pytest.mark.parametrize("m, features", ASSEMBLED)
-def test_the_assembly_gives_the_bits_of_the_model(trapped, monkeypatch, m, features, d, dtype):
+def test_the_assembly_gives_the_bits_of_the_model(trapped, use_library, m, features, d, dtype):  # noqa: F811
     """As compiled for the chip. On other chips a trap handler emulates each instruction."""
     given = tuple(FEATURE[x] for x in features.split("+") if x)
     problem = build(Dims(1, 2, 2, m, 99, d, 40), given, DTYPES[dtype])
-    expected, found, executed = of_both(*trapped, monkeypatch, problem)
+    expected, found, executed = of_both(*trapped, use_library, problem)
     assert executed == 0 if "amx_bf16" in TILED else executed > 100
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -207,9 +207,9 @@ FEW = Dims(1, 4, 1, 4, 1024, 128, 128)
         ("float16", "gradients", SQUARE, (8 * 12 / 16 + 9 * 8 / 12) / 17, (8 / 8 + 9 / 12) / 17),
     ],
 )
-def test_loads_for_each_product(counting, monkeypatch, dtype, what, dims, most_loads, most_stores):
+def test_loads_for_each_product(counting, use_library, dtype, what, dims, most_loads, most_stores):  # noqa: F811
     library, since = counting
-    monkeypatch.setattr(libraries, "cpu", lambda: library)
+    use_library(library)
     problem = build(dims, (), DTYPES[dtype])
     problem.run(fastattn.attention, False, backend="cpu")
     found = since()

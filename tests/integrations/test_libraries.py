@@ -39,7 +39,8 @@ def calls(monkeypatch):
         found.append(args)
         return call(*args)
 
-    monkeypatch.setattr(api, "call", spy)
+    for where in ("fastattn.api.call", "fastattn.dropin.sdpa.call"):
+        monkeypatch.setattr(where, spy)
     return found
 
 

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import KVCache
 from fastattn.backends.native import libraries
+from fastattn.backends.native.marshalling import append_rows
 from fastattn.call.int4 import BLOCK
 from fastattn.call.quantisation import NAMES
-from fastattn.kv_cache import new_rows
+from fastattn.kv_cache import cache, new_rows
 from tests.support.backends import every_dtype, not_interpreted
 from tests.support.cases import DTYPES
 from tests.support.marks import parametrize
@@ -59,23 +60,28 @@ def rows_of(dtype, n, d, seed=0):
 @contextmanager
 def by_torch():
     """Let torch's operations write all rows."""
-    before = new_rows._is_direct
-    new_rows._is_direct = lambda *given: False
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(new_rows, "_is_direct", lambda *given: False)
+        patch.setattr(cache, "append_rows", lambda *given: None)
         yield
-    finally:
-        new_rows._is_direct = before
 
 
 @contextmanager
 def counted():
     """The names of the rows that the library writes."""
     before, found = new_rows._append, []
-    new_rows._append = lambda given, *more: (before(given, *more), found.extend(given))
-    try:
+
+    def step(*given):
+        n = append_rows(*given)
+        found.extend([] if n is None else ["k"] if given[2] is None else ["k", "v"])
+        return n
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            new_rows, "_append", lambda given, *more: (before(given, *more), found.extend(given))
+        )
+        patch.setattr(cache, "append_rows", step)
         yield found
-    finally:
-        new_rows._append = before
 
 
 def filled(changes, **given):

@@ -116,8 +116,104 @@ def test_results_have_the_bits_and_strides_of_the_general_path(ran, shape, dtype
             found = call(q, k, v, **given)
             with general():
                 assert same(found, call(q, k, v, **given))
-    takes = name == "attention" or shape != "another head dim of values"
-    assert ran == [takes] * len(ran) and ran
+    assert all(ran) and ran
+
+
+def masks():
+    return torch.tensor([[True, False, True, True]] * 4), torch.randn(2, 1, 1, 4)
+
+
+def in_pages(*x, **given):
+    q, k, v = x[0].transpose(1, 2).flatten(0, 1), *(y.transpose(1, 2) for y in x[1:])
+    pages = torch.tensor([[1], [0]])
+    where = dict(block_table=pages, key_lengths=torch.tensor([3, 4]), max_q=5)
+    return fastattn.attention_packed(q, k, v, torch.tensor([0, 3, 8]), **where | given)
+
+
+def packed(*x, dtype=torch.int64, **given):
+    rows = (y.transpose(1, 2).flatten(0, 1) for y in x)
+    cu = torch.tensor([0, 3, 8], dtype=dtype)
+    return fastattn.attention_packed(*rows, cu, cu, max_q=5, max_k=5, **given)
+
+
+def of(name, value):
+    return lambda *x: fastattn.attention(*x, **{name: value() if callable(value) else value})
+
+
+def torchs(*where, **given):
+    """torch's function of tensors without their first dimensions."""
+    return lambda *x: fastattn.scaled_dot_product_attention(*(y[where] for y in x), **given)
+
+
+TAKEN = {  # on q, k, v (2, 8, 4, 16)
+    "a mask": of("mask", lambda: masks()[0]),
+    "a float mask": of("mask", lambda: masks()[1]),
+    "a mask of no row": of("mask", lambda: torch.zeros(2, 8, 4, 4, dtype=torch.bool)),
+    "a window": of("window", (1, None)),
+    "another window": of("window", (0, 1)),
+    "lengths": of("key_lengths", lambda: torch.tensor([3, 0])),
+    "lengths of 32 bits": of("key_lengths", lambda: torch.tensor([3, 0], dtype=torch.int32)),
+    "slopes": of("alibi_slopes", lambda: torch.rand(8)),
+    "slopes of items": of("alibi_slopes", lambda: torch.rand(2, 8)),
+    "sinks": of("sinks", lambda: torch.randn(8)),
+    "a softcap": of("softcap", 2.0),
+    "a backend": of("backend", "cpu"),
+    "invariant rows": of("row_invariant", True),
+    "no dropout": of("dropout_p", 0.0),
+    "the LSE": lambda *x: fastattn.attention(*x, return_lse=True),
+    "the LSE beside a mask": lambda *x: fastattn.attention(*x, mask=masks()[0], return_lse=True),
+    "dropout of a seed": lambda *x: fastattn.attention(*x, dropout_p=0.5, seed=torch.tensor([5])),
+    "a packed batch": packed,
+    "a packed batch, offsets of 32 bits": lambda *x: packed(*x, dtype=torch.int32),
+    "a packed batch, causal, with its LSE": lambda *x: packed(*x, causal=True, return_lse=True),
+    "pages": in_pages,
+    "pages in eight bits": lambda q, *x: in_pages(
+        q,
+        *((y * 50).to(torch.int8) for y in x),
+        **{f"{name}_scale": torch.rand(2, 4, 8) for name in "kv"},
+    ),
+    "torch's, a mask": torchs(attn_mask=masks()[0]),
+    "torch's, a float mask": torchs(attn_mask=masks()[1]),
+    "torch's, a scale": torchs(scale=-0.5),
+    "torch's, a whole scale": torchs(scale=2),
+    "torch's, grouped": lambda q, k, v: fastattn.scaled_dot_product_attention(
+        q, k[:, ::4], v[:, ::4], enable_gqa=True
+    ),
+    "torch's, one head for all": lambda q, k, v: fastattn.scaled_dot_product_attention(
+        q, k[:, :1], v[:, :1]
+    ),
+    "torch's, one item for all": lambda q, k, v: fastattn.scaled_dot_product_attention(
+        q, k[:1], v[:1]
+    ),
+    "torch's of three dimensions": torchs(0),
+    "torch's of three dimensions, a mask": torchs(0, attn_mask=masks()[0], is_causal=False),
+    "torch's of two dimensions": torchs(0, 0, is_causal=True),
+    "torch's of five dimensions": torchs(None),
+}
+
+
+def test_keys_that_are_copied_take_the_general_path(ran):
+    """Those of fewer heads than values have: each is repeated."""
+    q, k, v = tensors((2, 8, 4, 16), (2, 2, 4, 16), (2, 4, 4, 16))
+    for _ in range(2):
+        found = fastattn.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        torch.testing.assert_close(found, expected)
+    assert ran == [False] * 2
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_features_have_the_bits_and_strides_of_the_general_path(ran, name):
+    given = tensors(*[(2, 8, 4, 16)] * 3)
+    for layout in LAYOUTS.values():
+        found = []
+        for context in (contextlib.nullcontext, general):
+            torch.manual_seed(0)
+            with context():
+                out = TAKEN[name](*map(layout, given))
+                found.append(out if isinstance(out, tuple) else (out,))
+        assert all(map(same, *found))
+    assert ran and (all(ran) or "five" in name)
 
 
 def test_settings_of_torch_act_as_on_the_general_path(ran):
@@ -165,14 +261,6 @@ def traced(q, k, v):
     return torch.jit.trace(fastattn.attention, (q, k, v), check_trace=False)(q, k, v)
 
 
-def with_a_gradient(at):
-    def run(*args):
-        leaf = args[at].clone().requires_grad_()
-        return fastattn.attention(*args[:at], leaf, *args[at + 1 :])
-
-    return run
-
-
 def negated(at):
     def run(*args):
         lazy = torch.complex(args[at], -args[at]).conj().imag
@@ -185,6 +273,11 @@ def without_flash():
     return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
 
 
+def of_two_items(x, lengths):
+    both = (y.expand(2, -1, -1, -1) for y in x)
+    return fastattn.attention(*both, key_lengths=lengths)[1:]
+
+
 OTHERS = {
     "a mode of functions": under(Mode),
     "a mode of operators": under(Dispatch),
@@ -195,17 +288,25 @@ OTHERS = {
     "vmap": in_vmap,
     "torch.jit.trace": traced,
     "no flash kernel": under(without_flash, fastattn.scaled_dot_product_attention),
-    "a gradient of q": with_a_gradient(0),
-    "a gradient of k": with_a_gradient(1),
-    "a gradient of v": with_a_gradient(2),
     "a subclass": lambda q, k, v: fastattn.attention(q, k.as_subclass(Subclass), v),
     "a negated q": negated(0),
     "a negated k": negated(1),
     "a negated v": negated(2),
-    "a backend": lambda *x: fastattn.attention(*x, backend="cpu"),
-    "a mask": lambda *x: fastattn.attention(*x, mask=torch.zeros(4, 4)),
-    "a window": lambda *x: fastattn.attention(*x, window=(None, None)),
-    "the LSE": lambda *x: fastattn.attention(*x, return_lse=True)[0],
+    "a negated mask": lambda *x: fastattn.attention(
+        *x, mask=torch.complex(torch.zeros(4, 4), torch.zeros(4, 4)).conj().imag
+    ),
+    "a mask of a subclass": lambda *x: fastattn.attention(
+        *x, mask=torch.zeros(4, 4).as_subclass(Subclass)
+    ),
+    "a function": lambda *x: fastattn.attention(*x, score_mod=lambda s, b, h, i, j: s),
+    "a place": lambda *x: fastattn.attention(*x, place=fastattn.Place()),
+    "slopes that are converted": lambda *x: fastattn.attention(
+        *x, alibi_slopes=torch.zeros(8, dtype=torch.bfloat16)
+    ),
+    "lengths with gaps": lambda *x: of_two_items(x, torch.tensor([4, 0, 4])[::2]),
+    "lengths of 32 bits with gaps": lambda *x: of_two_items(
+        x, torch.tensor([4, 0, 4], dtype=torch.int32)[::2]
+    ),
     "a scale of another type": lambda *x: fastattn.attention(*x, scale=1),
 }
 
@@ -271,9 +372,9 @@ def test_calls_inside_context_parallel_are_refused(ran, monkeypatch):
     inside = True
     states = *fast_path._GLOBALS[:-1], lambda: inside
     made = *api._FAST[:2], states, *api._FAST[3:]
-    assert marshalling.attend(made, *plain(), {}) is None
+    assert marshalling.attend(made, *plain(), False, {}) is None
     inside = False
-    assert marshalling.attend(made, *plain(), {}) is not None
+    assert marshalling.attend(made, *plain(), False, {}) is not None
 
 
 def test_compiled_code_has_no_fast_path(ran):
@@ -303,6 +404,9 @@ WRONG = {
     "scale": ("scale", lambda t: "1"),
     "scale True": ("scale", lambda t: True),
     "scale nan": ("scale", lambda t: float("nan")),
+    "scale too large": ("scale", lambda t: 1 << 70),
+    "causal not UTF-8": ("causal", lambda t: "\ud800"),
+    "causal bottom": ("causal", lambda t: "bottom"),
     "unknown": ("nonsense", lambda t: 1),
 }
 

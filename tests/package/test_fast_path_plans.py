@@ -2,8 +2,10 @@
 
 import ctypes
 import gc
+import struct
 import sys
 
+import numpy
 import pytest
 import torch
 
@@ -20,7 +22,12 @@ def path_of(make_plan):
 
 
 def attend(q, k, v):
-    return marshalling.attend(api._FAST, q, k, v, {})
+    return marshalling.attend(api._FAST, q, k, v, False, {})
+
+
+def places(*names, widened=()):
+    each = [(libraries.offset(name) if name else -1, 0, name in widened) for name in names]
+    return struct.pack(f"={3 * len(each)}q", *(x for numbers in each for x in numbers))
 
 
 class Library:
@@ -37,9 +44,11 @@ class Library:
         self.kept = entry(run)
         self.address = ctypes.cast(self.kept, ctypes.c_void_p).value
 
-    def plan(self, q, k, v, causal, scale):
+    def plan(self, *args):
         form = bytes(range(256)) * (libraries.SIZE // 256 + 1)
-        return form[: libraries.SIZE], (2, 3), (5, 1), 6000, True, self.address
+        form, normaliser = form[: libraries.SIZE], (6000, (2, 3), (3, 1), None)
+        out = (2, 3), (5, 1)
+        return form, self.address, True, places("q", "k", "v"), out, normaliser, None, None
 
 
 def test_a_call_has_the_addresses_and_the_threads_of_its_own(one_thread):
@@ -54,7 +63,7 @@ def test_a_call_has_the_addresses_and_the_threads_of_its_own(one_thread):
             assert which == libraries.FORWARD
             changed = dict(q=x.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr())
             changed["threads"] = threads
-            form = bytearray(library.plan(q, k, v, None, None)[0])
+            form = bytearray(library.plan()[0])
             lse = libraries.offset("lse")
             form[lse : lse + 8] = call[lse : lse + 8]
             for field, value in changed.items():
@@ -62,6 +71,42 @@ def test_a_call_has_the_addresses_and_the_threads_of_its_own(one_thread):
                 form[at : at + 8] = value.to_bytes(8, "little")
             assert call == bytes(form)
     assert len(library.calls) == 4
+
+
+def test_tensors_lie_where_the_plan_has_their_places():
+    """Whole numbers of 32 bits are widened; a tensor without a place is not passed."""
+    library, x = Library(), plain()
+    lengths = [torch.arange(n, 2 * n, dtype=torch.int32) for n in (3, 1000)]
+    numbers = []
+
+    def run(call, which):
+        for name, like in zip(("lengths", "cu_q"), lengths):
+            at = libraries.offset(name)
+            address = int.from_bytes(ctypes.string_at(call + at, 8), "little")
+            raw = ctypes.string_at(address, 8 * len(like))
+            numbers.append(torch.frombuffer(bytearray(raw), dtype=torch.int64))
+        return 0
+
+    kept = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)(run)
+    library.address = ctypes.cast(kept, ctypes.c_void_p).value
+    names = "q", "k", "v", "lengths", None, "cu_q"
+
+    def make_plan(*args):
+        made = library.plan()
+        return *made[:3], places(*names, widened=("lengths", "cu_q")), *made[4:]
+
+    more = lengths[0], torch.zeros(1, dtype=torch.int32), lengths[1]
+    for _ in range(2):
+        assert marshalling.attend(path_of(make_plan), *x, *more, {}) is not None
+        assert [y.tolist() for y in numbers] == [y.tolist() for y in lengths]
+        numbers.clear()
+
+
+def test_a_plan_without_gradients_records_none():
+    library, (q, k, v) = Library(), plain()
+    assert marshalling.attend(path_of(library.plan), q, k, v.requires_grad_(), {}) is None
+    with torch.no_grad():
+        assert marshalling.attend(path_of(library.plan), q, k, v, {}) is not None
 
 
 def test_a_call_that_the_kernels_refuse_takes_the_general_path():
@@ -75,26 +120,35 @@ def test_a_plan_is_made_once_for_each_kind_of_call():
 
     def make_plan(*args):
         made.append(args)
-        return library.plan(*args)
+        plan = library.plan()
+        count = sum(isinstance(x, torch.Tensor) for x in (*args, *args[-1].values()))
+        return *plan[:3], places(*"qkv", *[None] * (count - 3)), *plan[4:]
 
     path, (q, k, v) = path_of(make_plan), plain(5, 7)
     wide = torch.cat([q, q], -1)
     kinds = [
         *((q, k, v, {}), (q, k, v, {"causal": True}), (q, k, v, {"causal": "bottom_right"})),
         *((q, k, v, {"scale": x}) for x in (0.0, -0.0, 1.0)),
+        *((q, k, v, {"causal": x}) for x in (False, None, "", "top_left", "top_righ")),
+        *((q, k, v, x, {}) for x in (None, False, True, 0, 1, 0.0, "", "x", 1 << 62)),
+        *((q, k, v, {"window": x}) for x in ((), (1,), (0, 1), (1, 0), (1.0, 0), (None, 0))),
+        *((q, k, v, {x: None}) for x in ("mask", "sinks")),
+        *((q, k, v, {"mask": x}) for x in (q, q[0], q[0, 0], k, q.clone().requires_grad_())),
+        *((q, k, v, x, {"mask": y}) for x, y in ((q, None), (None, q), (k, q), (q, k), (q, q))),
         *((q, k, v, {"scale": 1.0, "causal": True}), (wide[..., ::2], k, v, {})),
         *((wide[..., :16], k, v, {}), (q, k, v[..., :3], {}), (q, k[:, :2], v[:, :2], {})),
         *((q[:, :, :2], k, v, {}), [x.double() for x in (q, k, v)] + [{}]),
         [x.half() for x in (q, k, v)] + [{}],
     ]
-    for _ in range(2):
-        for kind in kinds:
-            assert marshalling.attend(path, *kind) is not None
-        assert len(made) == len(kinds)
-    same = torch.randn(1, 8, 5, 16)
-    equal = (same, k, v, {"causal": False}), (same, k, v, {"scale": None}), (q, k, v, False, None)
-    for kind in equal:
-        assert marshalling.attend(path, *kind) is not None
+    with torch.no_grad():
+        for _ in range(2):
+            for kind in kinds:
+                assert marshalling.attend(path, *kind) is not None
+            assert len(made) == len(kinds)
+    kinds.append("with gradients")
+    assert marshalling.attend(path, q, k, v, {}) is not None
+    assert len(made) == len(kinds)
+    assert marshalling.attend(path, q.clone(), k, v, {}) is not None
     assert len(made) == len(kinds)
     marshalling.forget_plans()
     assert marshalling.attend(path, q, k, v, {}) is not None
@@ -124,8 +178,30 @@ def test_a_plan_that_cannot_be_made():
 
 def test_misuse_raises_and_does_not_crash():
     q, k, v = plain()
-    plan = Library().plan(q, k, v, False, None)
-    for bad in ((plan[0][1:], *plan[1:]), plan[:3], "plan", (*plan[:3], "bytes", *plan[4:])):
+    plan = Library().plan()
+    behind = struct.pack("=9q", *(libraries.SIZE - 7, 0, 0) * 3)
+    gradient = plan[0], struct.pack("=3i", 0, 1, 2), (((), ()),) * 3, q, q, ()
+    bad_gradients = [
+        *(
+            (),
+            3,
+            gradient[:5],
+            (plan[0][1:], *gradient[1:]),
+            (*gradient[:2], (((), ()),) * 2, q, q, ()),
+        ),
+        *((plan[0], struct.pack("=2i", 0, 1), *gradient[2:]), (*gradient[:3], 3, q, ())),
+        (plan[0], struct.pack("=4i", 0, 1, 2, 3), *gradient[2:]),
+        (plan[0], struct.pack("=3i", 0, 2, 1), *gradient[2:]),
+        (plan[0], b"" * 12, *gradient[2:]),
+        (plan[0], struct.pack("=13i", *range(13)), *gradient[2:]),
+        (*gradient[:2], (((), ()), ((), ()), (1, 2, 3)), *gradient[3:]),
+        (*gradient[:3], torch.zeros(1, 1, 1, 1, 1), q, ()),
+    ]
+    for bad in (
+        *((plan[0][1:], *plan[1:]), plan[:3], "plan", (*plan[:5], "bytes", *plan[6:])),
+        *((*plan[:3], x, *plan[4:]) for x in (places("q"), places(*"qkvqk"[:4]), behind, 3)),
+        *((*plan[:7], x) for x in bad_gradients),
+    ):
         with pytest.raises((ValueError, TypeError, IndexError, SystemError)):
             marshalling.attend(path_of(lambda *args, bad=bad: bad), q, k, v, {})
     for args in ((), (api._FAST, q, k, v), (3, q, k, v, {}), ((), q, k, v, {})):
@@ -133,6 +209,9 @@ def test_misuse_raises_and_does_not_crash():
             marshalling.attend(*args)
     with pytest.raises((TypeError, SystemError)):
         marshalling.attend(api._FAST, q, k, v, 3)
+    for args in ((), (3, (), ()), (object(), (q,), (q,)), (api._FAST, 3, 3)):
+        with pytest.raises((TypeError, ValueError, SystemError)):
+            marshalling.gradients(*args)
 
 
 def test_a_change_of_the_backends_is_a_change_of_the_plans(monkeypatch):
@@ -147,19 +226,18 @@ def test_a_change_of_the_backends_is_a_change_of_the_plans(monkeypatch):
     assert attend(*x) is not None
 
 
-def test_arguments_that_a_plan_does_not_see():
-    """A plan is for q, k, v, causal and scale. Others may be given as their defaults."""
+def test_names_and_values_that_have_no_plan():
     x = plain()
-    others = set(api.DEFAULTS) - {"causal", "scale"}
-    assert len(others) >= 10 and {"mask", "dropout_p"} < others
-    for name in others:
-        for value in (True, 1, 0.5, x[0], "x"):
-            assert marshalling.attend(api._FAST, *x, {name: value}) is None
-        default = {name: api.DEFAULTS[name]}
-        assert marshalling.attend(api._FAST, *x, default) is not None
-    assert marshalling.attend(api._FAST, *x, dict(api.DEFAULTS, dropout_p=-0.0)) is not None
-    for name in ("nonsense", "causal ", "Scale", "é"):
-        assert marshalling.attend(api._FAST, *x, {name: None}) is None
+    for name in ("nonsense", "causal ", "Scale", "é", 3):
+        assert marshalling.attend(api._FAST, *x, False, {name: None}) is None
+    for value in (1, object(), [1], (1, (2,)), b"x", 1j, "\ud800", numpy.float64(1)):
+        assert marshalling.attend(api._FAST, *x, False, {"scale": value}) is None
+    for value in (1 << 64, object(), (1,), "\ud800"):
+        assert marshalling.attend(api._FAST, *x, value, {}) is None
+    assert marshalling.attend(api._FAST, *x, False, dict(api.DEFAULTS)) is not None
+    assert marshalling.attend(api._FAST, *x, *[x[0]] * 9, x[0], {}) is None  # too many tensors
+    assert marshalling.attend(api._FAST, *x, *[0.5] * 200, {}) is None  # too many words
+    assert marshalling.attend(api._FAST, *x, x[0][None], {}) is None  # too many dimensions
 
 
 # ---------------------------------------------------------------------------------- memory, threads
@@ -176,8 +254,12 @@ def test_calls_leave_nothing_behind():
             fastattn.attention(q, k, v)
             fastattn.attention(q, k, v, **arguments)
             fastattn.scaled_dot_product_attention(q, k, v)
-            marshalling.attend(api._FAST, q, k, "v", {})
-            marshalling.attend(api._FAST, q, k, v[0], {})
+            marshalling.attend(api._FAST, q, k, "v", False, {})
+            marshalling.attend(api._FAST, q, k, v[0], False, {})
+            fastattn.attention(q, k, v, mask=mask, return_lse=True)
+            fastattn.scaled_dot_product_attention(q[0], k[0], v[0])
+            fastattn.attention(*leaves, mask=mask)
+            torch.autograd.grad(fastattn.attention(*leaves, mask=mask).sum(), leaves)
             fastattn.attention(q, k, v, mask=mask)
             fastattn.attention(q.as_subclass(Subclass), k, v)
             torch.autograd.grad(fastattn.attention(*leaves).sum(), leaves)

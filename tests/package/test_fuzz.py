@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastattn.backends.native.cpu import Cpu
+from fastattn.dispatch import fast_path
 from tests.fuzz import __main__ as command
 from tests.fuzz import parts, watch
 from tests.support.checkout import ROOT
@@ -64,6 +65,7 @@ def test_a_part_detects_a_wrong_result(name, monkeypatch):
         )
 
     monkeypatch.setattr(Cpu, which, wrong)
+    monkeypatch.setattr(fast_path, "attend", lambda *given: None)  # that runs kernels by itself
     assert any(fails(name, number) for number in range(12))
 
 

@@ -15,6 +15,7 @@ from tests.support.backends import of_cpu_blocks, on_variants
 from tests.support.cases import FEATURE, PLAIN
 from tests.support.checkout import ROOT
 from tests.support.kernel_builds import AMX_FLAGS as AVX512
+from tests.support.kernel_builds import use_library  # noqa: F401
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), of_cpu_blocks]
 
@@ -138,7 +139,7 @@ VNNI = '__builtin_cpu_supports("avx512vnni")'
 
 
 @pytest.mark.slow  # it compiles kernels
-def test_vnni_changes_no_bits(monkeypatch, tmp_path):
+def test_vnni_changes_no_bits(use_library, tmp_path):  # noqa: F811
     """It adds products to a sum, which takes two instructions without it."""
     if "avx512" not in libraries.cpu_isas():
         pytest.skip("needs AVX-512")
@@ -151,6 +152,6 @@ def test_vnni_changes_no_bits(monkeypatch, tmp_path):
         assert VNNI in header.read_text()
         header.write_text(header.read_text().replace(VNNI, way))
         library = libraries.CpuLibrary(kernel_builds.build(sources, sources.parent, *AVX512))
-        monkeypatch.setattr(libraries, "cpu", lambda: library)  # noqa: B023  used at once
+        use_library(library)
         results[way] = [x for given in stored for x in run(given, "cpu")]
     assert all(map(torch.equal, *results.values()))

@@ -2,6 +2,10 @@
 
 import subprocess
 
+import pytest
+
+from fastattn.backends.native import libraries
+from fastattn.dispatch import operation
 from tests.gpu_emulation.emulator import compiler
 
 FLAGS = ["-std=gnu++17", "-O0", "-fPIC", "-ffp-contract=fast", "-fno-trapping-math", "-w"]
@@ -25,3 +29,16 @@ def build(sources, folder, *more):
     run(*FLAGS, *of_set, "-c", cpu / "unit.cpp", "-o", kernels)
     run(*FLAGS, "-shared", *runtime, kernels, "-o", folder / "kernels.so")
     return folder / "kernels.so"
+
+
+@pytest.fixture
+def use_library(monkeypatch):
+    """A function: calls then run on this CpuLibrary. Plans have the addresses of its functions."""
+
+    def use(library):
+        monkeypatch.setattr(libraries, "cpu", lambda: library)
+        operation.forget_plans()
+
+    yield use
+    monkeypatch.undo()
+    operation.forget_plans()

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastattn
+from fastattn.backends.native import marshalling
+from fastattn.dispatch import fast_path
 from tests.support.marks import parametrize
 from tests.support.multihead_cases import (
     E,
@@ -248,3 +250,61 @@ def test_functional_call_grad_and_vmap():
         loss(dict(ours.named_parameters()), x[index]).backward()
         for name, parameter in ours.named_parameters():
             torch.testing.assert_close(per_item[name][index], parameter.grad)
+
+
+# ------------------------------------------------------------------------------- one native call
+
+
+SOURCES = {  # (B, L, E), or without B
+    "contiguous": lambda x: x,
+    "rows turned": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every other row": lambda x: torch.cat([x, x], 1)[:, ::2],
+    "no batch": lambda x: x[0],
+    "no rows": lambda x: x[:, :0],
+    "a parameter": nn.Parameter,
+}
+
+
+@pytest.mark.skipif(not hasattr(marshalling.extension, "attend"), reason="no extension")
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("options", [{}, dict(batch_first=False), dict(bias=False)], ids=str)
+def test_self_attention_in_inference_is_one_native_call(options, source, monkeypatch):
+    found = []
+
+    def attend(*args):
+        found.append(marshalling.attend(*args))
+        return found[-1]
+
+    module = fastattn.MultiheadAttention(E, H, **dict(batch_first=True) | options).eval()
+    x = SOURCES[source](torch.randn(N, L, E))
+    mask = nn.Transformer.generate_square_subsequent_mask(
+        x.shape[-2] if x.dim() == 2 or module.batch_first else x.shape[0]
+    )
+    for given in ({}, dict(attn_mask=mask, is_causal=True)):
+        with torch.inference_mode():
+            monkeypatch.setattr(fast_path, "attend", attend)
+            out, weights = module(x, x, x, need_weights=False, **given)
+            monkeypatch.setattr(fast_path, "attend", lambda *args: None)
+            expected, _ = module(x, x, x, need_weights=False, **given)
+        assert weights is None
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        assert out.shape == expected.shape
+    assert [y is not None for y in found] == [True, True]
+
+
+@pytest.mark.parametrize("change", ["a gradient", "a mask", "weights", "other keys", "appended"])
+def test_other_calls_have_their_steps(change, monkeypatch):
+    taken = []
+    at_once = fastattn.MultiheadAttention._attend_at_once
+    monkeypatch.setattr(
+        fastattn.MultiheadAttention,
+        "_attend_at_once",
+        lambda *args: taken.append(args) or at_once(*args),
+    )
+    module = fastattn.MultiheadAttention(E, H, add_zero_attn=change == "appended").eval()
+    x = torch.randn(L, N, E)
+    key = x.clone() if change == "other keys" else x
+    given = dict(attn_mask=torch.eye(L).bool()) if change == "a mask" else {}
+    with torch.set_grad_enabled(change == "a gradient"):
+        module(x, key, key, need_weights=change == "weights", **given)
+    assert not taken

@@ -272,7 +272,7 @@ def test_output_is_written_in_its_final_layout(monkeypatch):
         outs.append(call(*args))
         return outs[-1]
 
-    monkeypatch.setattr("fastattn.api.call", spy)
+    monkeypatch.setattr("fastattn.dropin.sdpa.call", spy)
     monkeypatch.setattr("fastattn.dispatch.fast_path.attend", lambda *args: None)
     for form, layout in itertools.product(("2-D", "3-D", "4-D", "5-D"), LAYOUTS):
         out = ours(*inputs(form, layout))

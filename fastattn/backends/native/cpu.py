@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, get_num_threads
@@ -18,6 +18,20 @@ from . import libraries
 from .launcher import AFTER, PLACES, Launcher, Prepared, convert, in_grad_order, prepared, refused
 from .marshalling import launch, pack
 from .score_mod_code import encode
+
+
+class FastPlan(NamedTuple):
+    """Calls that differ in no more than the addresses of their tensors."""
+
+    call: bytes  # FaCall of forward; its addresses count for nothing
+    backward: bytes  # the same of backward, for the gradients of q, k and v
+    run: int  # the address of fa_cpu_run
+    brief: bool  # `Prepared.brief`
+    widened: set[str]  # tensors of int32 that kernels take as int64
+    out: Tensor  # results, and gradients by name, that lie as those of a call
+    normaliser: Tensor
+    acc: dict[str, Any]  # `Prepared.acc`
+    grads: dict[str, Tensor]  # none if there is no `backward`
 
 
 class Cpu(Launcher):
@@ -42,17 +56,28 @@ class Cpu(Launcher):
     def unavailable(self) -> str | None:
         return libraries.cpu_unavailable()
 
-    def fast_plan(self, spec: AttentionSpec, t: Tensors) -> tuple[Any, ...] | None:
-        """What `attend` of marshalling.py needs to run `forward` on tensors that lie as t's:
-        FaCall without addresses; the shape and strides of out; the bytes of the normaliser;
-        `Prepared.brief`; the address of fa_cpu_run. None for calls that need more."""
-        if spec.given or spec.acc_dtype_out or spec.score_mod:
+    def fast_plan(self, spec: AttentionSpec, t: Tensors) -> FastPlan | None:
+        """What the fast path needs to run calls on tensors that lie as t's. None if kernels do not
+        read the caller's tensors, except for whole numbers of 32 bits."""
+        if spec.acc_dtype_out or spec.score_mod:
             return None
+        read = convert(spec, t)
+        widened = {name for name in spec.given if getattr(read, name) is not getattr(t, name)}
+        for name in widened:
+            x = t.given(name)
+            if x.dtype != torch.int32 or not x.is_contiguous():
+                return None
         like = prepared(spec)
         out = t.q.new_empty_strided(*like.out)
         normaliser = t.q.new_empty_strided(*like.normaliser, **like.acc)
-        call = pack(like.form, PLACES[libraries.FORWARD], (*t, out, normaliser), 0)
-        return call, *like.out, normaliser.nbytes, like.brief, libraries.cpu().run_at
+        call = pack(like.form, PLACES[libraries.FORWARD], (*read, out, normaliser), 0)
+        backward, grads = b"", {}
+        if spec.needs_grad and not spec.packed and all(x.numel() for x in (t.q, t.k, out)):
+            grads = self._gradients(spec, t, ("q", "k", "v"))
+            given = out, normaliser, out, None, *map(grads.get, DIFFERENTIABLE)
+            backward = pack(like.form, PLACES[libraries.BACKWARD], (*read, *given), 0)
+        fast = call, backward, libraries.cpu().run_at, like.brief, widened
+        return FastPlan(*fast, out, normaliser, like.acc, grads)
 
     def backward(
         self, spec: AttentionSpec, t: Tensors, outs: Outs, grads: Grads, needs_grad: Sequence[str]

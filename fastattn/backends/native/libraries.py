@@ -166,6 +166,7 @@ class CpuLibrary(Library):
         self.run_at: int = _address(self.run)
         self.index: Entry = self.entry("fa_cpu_index", integer, params, dll=locked)
         self.append: Entry = self.entry("fa_cpu_append", integer, params)
+        self.append_at: int = _address(self.append)
         self.isas: Entry = self.entry("fa_cpu_isas", text)
         self.isa: Entry = self.entry("fa_cpu_isa", text)
         self.why: Entry = self.entry("fa_cpu_why", text)

@@ -10,11 +10,14 @@
                a key of a kernel's arguments with at least what Triton specialises on: dtypes,
                strides, addresses modulo 16, and the numbers themselves
     attend     a whole call (dispatch/fast_path.py), or None if the general path has to run it
+    gradients  its gradients, likewise
+    append_rows
+               a decoding step's new rows into a cache (kv_cache/new_rows.py), likewise
     forget_plans
                forget the plans of `attend`
 
 csrc/python implements these for CPython's stable ABI. The Python versions below are used if set-up
-did not build it, or if FASTATTN_EXTENSION=off. In Python `attend` runs no call.
+did not build it, or if FASTATTN_EXTENSION=off. In Python the last four run no call.
 """
 
 from __future__ import annotations
@@ -165,7 +168,9 @@ kind, pack, launch = (
     else (extension.kind, extension.pack, extension.launch)
 )
 launch_on: Any = getattr(extension, "launch_on", None)
-attend: Callable[..., Tensor | None] = getattr(extension, "attend", lambda *args: None)
+attend: Callable[..., Any] = getattr(extension, "attend", lambda *args: None)
+gradients: Callable[..., Any] = getattr(extension, "gradients", lambda *args: None)
+append_rows: Callable[..., int | None] = getattr(extension, "append_rows", lambda *args: None)
 forget_plans: Callable[[], None] = getattr(extension, "forget_plans", lambda: None)
 _fast_specialization_key = getattr(extension, "specialization_key", _specialization_key)
 
