@@ -16,12 +16,14 @@ from .cpu_engines.environments import ENVIRONMENTS
 from .masks import MASKS
 from .measure.machine import avoid_refused_tiles
 from .peers.registry import PEERS
+from .races import random_calls
 from .races.tables import TABLES
 
 Command = Callable[[argparse.Namespace], int]
 COMMANDS: dict[str, tuple[str, Command]] = {
     "sweep": ("every length, head dim, mask, dtype and pass of a grid", commands.sweep),
     "race": ("rows of a table, each beside another way to the same numbers", commands.race),
+    "random": ("calls that a seed draws, and what is slower than torch", commands.random),
     "models": ("whole models beside sdpa: Llama, Mistral, ViT, encoders", commands.models),
     "engines": ("beside vLLM, SGLang, OpenVINO, ONNX Runtime, ggml", commands.engines),
     "memory": ("extra bytes at the peak, against length", commands.memory),
@@ -68,8 +70,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _measuring(of: dict[str, argparse.ArgumentParser]) -> None:
-    names = "sweep", "race", "models", "engines", "memory"
-    sweep, race, models, engines, memory = (of[name] for name in names)
+    names = "sweep", "race", "random", "models", "engines", "memory"
+    sweep, race, random, models, engines, memory = (of[name] for name in names)
+    random.add_argument("--cells", type=int, default=300, help="how many (default: 300)")
+    random.add_argument("--seed", type=int, default=0)
+    random.add_argument("--dtypes", nargs="+", choices=tuple(random_calls.DTYPES))
     sweep.add_argument("--full", action="store_true", help="every length and head dim")
     sweep.add_argument("--dims", type=int, nargs="+", metavar="D")
     sweep.add_argument("--masks", nargs="+", choices=tuple(MASKS))
@@ -91,7 +96,7 @@ def _measuring(of: dict[str, argparse.ArgumentParser]) -> None:
     for one in (race, models):
         one.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
         one.add_argument("--scale", type=float, default=1.0, help="a factor of all lengths")
-    for one in (sweep, race, models, engines, memory):
+    for one in (sweep, race, random, models, engines, memory):
         one.add_argument("--save", action="store_true", help="save in bench/results/")
         one.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
     for one in (sweep, race, memory):
@@ -100,7 +105,7 @@ def _measuring(of: dict[str, argparse.ArgumentParser]) -> None:
     for one in (sweep, race, models):
         one.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
         one.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
-    for one in (sweep, race, models, engines):
+    for one in (sweep, race, random, models, engines):
         one.add_argument("--seconds", type=float, help="timing budget of a cell and count")
     for one in (sweep, models, memory):
         one.add_argument("--lengths", type=int, nargs="+", metavar="N")

@@ -26,6 +26,7 @@ from .cpu_engines import report as engine_report
 from .measure import isolated_process, machine, nvidia, peak_memory, precompile, progress, run
 from .peers.registry import BASELINE, SUBJECT, chosen
 from .races import race as races
+from .races import random_calls
 from .races.tables import TABLES, Table
 from .report import comparison, console, pages, pictures, results
 from .report.results import Result
@@ -110,6 +111,17 @@ def _remembered(result: Result, rows: Iterable[Result]) -> None:
     for row in rows:
         result["memory"].append(row)
         print(console.memory_line(row), flush=True)
+
+
+def random(options: Options) -> int:
+    """Calls that a seed draws, on one thread, and the distribution of their ratios."""
+    dtypes = tuple(options.dtypes or random_calls.DTYPES)
+    measured = tuple(x for x in dtypes if x in DTYPES)
+    with _result("random", options, "cpu", measured) as result:
+        rows = random_calls.races(dtypes, options.cells, options.seed)
+        _raced(result, rows, options.seconds or 0.2, (1,))
+    _print(random_calls.summary(result["random"]))
+    return _finish(result, options)
 
 
 def models(options: Options) -> int:

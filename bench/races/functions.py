@@ -1,8 +1,8 @@
 """score_mod and mask_mod: calls with a function beside the same call without, beside torch's with a
 ready dense mask.
 
-A call of ours begins with the user's functions each time; a dense mask exists before the clock
-starts. The peer `flex` of a sweep is torch's compiled flex_attention.
+Calls of ours use what is kept of the functions, as from the second call on; a dense mask exists
+before the clock starts. The peer `flex` of a sweep is torch's compiled flex_attention.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Calls with little to compute: one to eight rows and keys beside torch's function; causal over
-full at short lengths; a few rows on long keys, and their gradients (class tokens, latents)."""
+"""Calls with little to compute: one to eight rows and keys beside torch's function, and every kind
+of call; causal over full at short lengths; a few rows on long keys, and their gradients (class
+tokens, latents)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import fastattn
 
-from ..cases import DTYPES, FORWARD, Case
+from ..cases import DTYPES, FORWARD, TRAINING, Case
 from .race import Race
 
 CALLS = 20  # one sample is this many calls
@@ -44,17 +45,100 @@ def trained(dtypes: Sequence[str], scale: float) -> Iterator[Case]:
 
 
 def races(dtypes: Sequence[str], scale: float) -> Iterator[Race]:
-    """Torch's function over each of ours, forward alone: without gradients, and for information of
-    tensors that require them."""
-    for dtype, (n, aim), grad in itertools.product(dtypes, AIMS.items(), (False, True)):
-        given = _given(dtype, 1, n, grad)
+    """Torch's function over each of ours, of few rows and keys; then the kinds of calls."""
+    for dtype, (n, aim) in itertools.product(dtypes, AIMS.items()):
+        given = _given(dtype, 1, n, False)
         for causal, (name, function) in itertools.product((False, True), OURS.items()):
-            other = _repeated(torchs, given, grad, is_causal=causal)
+            other = _repeated(torchs, given, is_causal=causal)
             word = "causal" if name == "attention" else "is_causal"
-            ours = _repeated(function, given, grad, **{word: causal})
+            ours = _repeated(function, given, **{word: causal})
             what = f"{CALLS} calls of {name}, {n}x{n}{', causal' * causal}"
-            what += ", with gradients" * grad
-            yield Race(what, dtype, FORWARD, ours, other, aim=0.0 if grad else aim)
+            yield Race(what, dtype, FORWARD, ours, other, aim=aim)
+    for dtype in dtypes:
+        yield from _kinds(dtype)
+        yield from _steps(dtype)
+
+
+KINDS_OF = 4  # rows and keys
+AIM_OF_FUNCTIONS = 0.33  # of a score_mod beside torch's function with a mask
+
+
+def _kinds(dtype: str) -> Iterator[Race]:
+    """Calls with masks, grouped heads, gradients and so on, each beside torch's nearest."""
+    n, own, theirs = KINDS_OF, fastattn.attention, OURS["scaled_dot_product_attention"]
+    q, k, v = given = _given(dtype, 1, n, False)
+    grouped = [q, k[:, ::4].contiguous(), v[:, ::4].contiguous()]
+    items, rows = [x[0] for x in given], [x[0].transpose(0, 1).contiguous() for x in given]
+    shown, bias = torch.ones(n, n).tril().bool(), torch.randn(n, n).to(q.dtype)
+    distance = 0.5 * (torch.arange(n)[:, None] - torch.arange(n)).to(q.dtype)
+    offsets = torch.tensor([0, n])
+
+    def packed(*x: Tensor) -> Tensor:
+        q, k, v = x
+        return fastattn.attention_packed(q, k, v, offsets, offsets, max_q=n, max_k=n)
+
+    def relative(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + 0.5 * (i - j)
+
+    by_distance = _repeated(own, given, score_mod=relative)
+    calls = {  # ours, and the other's
+        "a mask": (_repeated(own, given, mask=shown), _repeated(torchs, given, attn_mask=shown)),
+        "a bias": (_repeated(own, given, mask=bias), _repeated(torchs, given, attn_mask=bias)),
+        "torch's, a mask": _pair(theirs, given, attn_mask=shown),
+        "torch's, grouped": _pair(theirs, grouped, enable_gqa=True),
+        "torch's, 3-D": _pair(theirs, items),
+        "the LSE": (_repeated(own, given, return_lse=True), _repeated(torchs, given)),
+        "a score_mod": (by_distance, _repeated(torchs, given, attn_mask=distance)),
+    }
+    for what, (first, second) in calls.items():
+        aim = AIM_OF_FUNCTIONS if what == "a score_mod" else 1.0
+        yield Race(f"{CALLS} calls, {what}", dtype, FORWARD, first, second, aim=aim)
+    less = {  # beside a call that computes other numbers
+        "a window": (_repeated(own, given, window=(1, 0)), _repeated(torchs, given)),
+        "packed, beside attention": (_repeated(packed, rows), _repeated(own, given)),
+    }
+    for what, (first, second) in less.items():
+        yield Race(f"{CALLS} calls, {what}", dtype, FORWARD, first, second, aim=1.0, same=False)
+    leaves = _given(dtype, 1, n, True)
+    for name, function in OURS.items():
+        ours, other = (_graded(f, leaves, q) for f in (function, torchs))
+        yield Race(f"{CALLS} calls of {name}", dtype, TRAINING, ours, other, aim=1.0)
+
+
+def _pair(
+    function: Callable[..., Tensor], given: Sequence[Tensor], **named: Any
+) -> tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]:
+    return _repeated(function, given, **named), _repeated(torchs, given, **named)
+
+
+def _steps(dtype: str) -> Iterator[Race]:
+    """A step of decoding beside two writes into slices and torch's function."""
+    n, many = 64, 1024
+    q, k, v = _given(dtype, 1, 1, False)
+    cache = fastattn.KVCache(1, HEADS, DIM, capacity=many, dtype=q.dtype)
+    kept = [torch.zeros(1, HEADS, many, DIM, dtype=q.dtype) for _ in "kv"]
+    prompt = [torch.randn(1, HEADS, n, DIM).to(q.dtype) for _ in "kv"]
+    cache.append(*prompt)
+    for x, new in zip(kept, prompt):
+        x[:, :, :n] = new
+
+    def ours() -> list[Tensor]:
+        out = q
+        for _ in range(CALLS):
+            out = cache.step(q, k, v)
+        cache.truncate(n)
+        return [out]
+
+    def other() -> list[Tensor]:
+        out = q
+        for at in range(n, n + CALLS):
+            for x, new in zip(kept, (k, v)):
+                x[:, :, at : at + 1] = new
+            keys, values = (x[:, :, : at + 1] for x in kept)
+            out = torchs(q, keys, values)
+        return [out]
+
+    yield Race(f"{CALLS} steps of a cache, truncate", dtype, FORWARD, ours, other, aim=1.0)
 
 
 def causal(dtypes: Sequence[str], scale: float) -> Iterator[Race]:
@@ -63,7 +147,7 @@ def causal(dtypes: Sequence[str], scale: float) -> Iterator[Race]:
         n = max(2, int(length * scale))
         given = _given(dtype, 8, n, False)
         full, ours, other = (
-            _repeated(function, given, False, times=1, **named)
+            _repeated(function, given, times=1, **named)
             for function, named in (
                 (fastattn.attention, {}),
                 (fastattn.attention, {"causal": True}),
@@ -81,18 +165,24 @@ def _given(dtype: str, batch: int, n: int, grad: bool) -> list[Tensor]:
 
 
 def _repeated(
-    function: Callable[..., Tensor],
-    given: Sequence[Tensor],
-    grad: bool,
-    times: int = CALLS,
-    **named: bool,
+    function: Callable[..., Any], given: Sequence[Tensor], times: int = CALLS, **named: Any
 ) -> Callable[[], list[Tensor]]:
-    q, k, v = given
-
     def calls() -> list[Tensor]:
-        with torch.set_grad_enabled(grad):
+        with torch.no_grad():
             for _ in range(times - 1):
-                function(q, k, v, **named)
-            return [function(q, k, v, **named)]
+                function(*given, **named)
+            out = function(*given, **named)
+        return [out[0] if isinstance(out, tuple) else out]
+
+    return calls
+
+
+def _graded(
+    function: Callable[..., Tensor], leaves: Sequence[Tensor], dout: Tensor
+) -> Callable[[], Any]:
+    def calls() -> Any:
+        for _ in range(CALLS - 1):
+            torch.autograd.grad(function(*leaves), leaves, dout)
+        return torch.autograd.grad(function(*leaves), leaves, dout)
 
     return calls

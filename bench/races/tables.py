@@ -31,7 +31,7 @@ TABLES = {
     "few-rows": Table(
         "forward and backward of 1 to 3 rows", small.trained, (TRAINING,), F32, None, 1.0
     ),
-    "tiny": Table("calls of 1 to 8 rows and keys, beside torch's", small.races, dtypes=F32),
+    "tiny": Table("calls and steps of 1 to 8 rows, beside torch's", small.races, dtypes=F32),
     "short": Table("causal over full at lengths 16 to 512", small.causal, dtypes=F32),
     "serving": Table(
         "packed batches and pages: beside padding, torch, contiguous keys",
