@@ -178,14 +178,13 @@ def _plain(module: torch.nn.Module, mask: Any, is_causal: bool | None, query: Te
 
 
 def _biased(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
-    """The bias plus the mask: -inf where a boolean mask hides a key."""
+    """The bias plus the mask: -inf where a boolean mask hides a key. Its rows are contiguous: T5's
+    bias has its heads last in memory, and the kernels read and write such rows number by number."""
     if bias.dtype not in (query.dtype, torch.float32):
         bias = bias.to(query.dtype)
-    if mask is None:
-        return bias
-    if mask.dtype != torch.bool:
-        return bias + mask
-    return torch.where(mask, bias, -torch.inf)
+    if mask is not None:
+        bias = torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
 def _of_weights(weights: Tensor, value: Tensor) -> Tensor:

@@ -173,6 +173,16 @@ def test_no_mask_is_dense(name, padding, expected, calls):
         assert calls[0]["key_lengths"].tolist() == mask.sum(1).tolist()
 
 
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_position_bias_has_contiguous_rows(padding, calls):
+    """T5's own has its heads last in memory, and the kernels would read each number by itself."""
+    model, (ids, mask) = made(FAMILY["T5"]), text(padding)
+    model.set_attn_implementation("fastattn")
+    model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :5])
+    biases = [x["mask"] for x in calls if x["mask"].is_floating_point()]
+    assert len(biases) == len(calls) and all(x.is_contiguous() for x in biases)
+
+
 def test_decoding_has_no_dense_mask(calls):
     """A step has no mask, or with padding a mask of keys; a window is passed once it hides keys."""
     for name in ("Llama", "Mistral"):
