@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, Command]] = {
     "sweep": ("every length, head dim, mask, dtype and pass of a grid", commands.sweep),
     "race": ("rows of a table, each beside another way to the same numbers", commands.race),
     "random": ("calls that a seed draws, and what is slower than torch", commands.random),
-    "models": ("whole models beside sdpa: Llama, Mistral, ViT, encoders", commands.models),
+    "models": ("whole models beside sdpa: Llama, BERT, ViT, Whisper, DiT, …", commands.models),
     "engines": ("beside vLLM, SGLang, OpenVINO, ONNX Runtime, ggml", commands.engines),
     "memory": ("extra bytes at the peak, against length", commands.memory),
     "gpu": ("all work that needs a GPU: tests, sanitizers, timings", gpu.command),

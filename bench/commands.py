@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import torch
 
+from . import families
 from . import models as whole_models
 from .cases import BOTH, DTYPES, GRIDS, PASSES, SECONDS, Case, Grid
 from .cpu_engines import cases as engine_cases
@@ -101,10 +101,12 @@ def _named(rows: Iterable, texts: Sequence[str]) -> Iterator:
 def _raced(
     result: Result, rows: Iterable[races.Race], seconds: float, counts: Sequence[int]
 ) -> None:
+    """One row at a time: the tensors of a row that is timed are freed before the next is made."""
     found = result.setdefault(result["kind"], [])
-    for row, count in itertools.product(rows, counts):
-        found.append(races.measure(row, seconds, count))
-        print(console.race_line(found[-1]), flush=True)
+    for row in rows:
+        for count in counts:
+            found.append(races.measure(row, seconds, count))
+            print(console.race_line(found[-1]), flush=True)
 
 
 def _remembered(result: Result, rows: Iterable[Result]) -> None:
@@ -128,7 +130,7 @@ def models(options: Options) -> int:
     """Whole models, as races at each number of threads."""
     dtypes, lengths = options.dtypes or BOTH, options.lengths or whole_models.LENGTHS
     counts = options.threads or tuple(dict.fromkeys((1, torch.get_num_threads())))
-    with whole_models.registered(), _result("models", options, "cpu", tuple(dtypes)) as result:
+    with families.registered(), _result("models", options, "cpu", tuple(dtypes)) as result:
         rows = whole_models.races(dtypes, lengths, options.scale, options.only)
         _raced(result, rows, options.seconds or whole_models.SECONDS, counts)
     return _finish(result, options)

@@ -1,20 +1,18 @@
 """Whole models with and without fastattn: how much of a kernel's speed-up a user gets.
 
-Llama-like and Mistral-like models of four layers and a ViT-B/16 of transformers, "fastattn" against
-"sdpa"; and one and six of torch's encoder layers, torchvision's ViT-B/16 and OpenCLIP's ViT-B/32
-(these two if `make test` has installed them), converted and not. Weights are random. Both
-results are compared before either is timed: logits of unpadded positions, in training the loss and
-a gradient, and tokens in float32 only, because rounding may choose other tokens in bfloat16.
+Llama-like and Mistral-like models of four layers and the models of `families`, of transformers and
+diffusers, "fastattn" against "sdpa"; and one and six of torch's encoder layers,
+torchvision's ViT-B/16 and OpenCLIP's ViT-B/32 (these two if `make test` has installed them),
+converted and not. Weights are random. Both results are compared before either is timed: outputs of
+unpadded positions, and in training the loss and a gradient. Tokens are a table of `race`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import importlib.util
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +20,14 @@ from torch import Tensor, nn
 
 import fastattn
 
+from . import families
 from .cases import BOTH, DTYPES, FORWARD, TRAINING
 from .peers import optional_deps
+from .races.generation import Pair, of_transformers
 from .races.race import Race
 
 LENGTHS = (1024, 2048)
-TOKENS, BATCH, WINDOW = 64, 4, 256
+BATCH, WINDOW = 4, 256
 LAYER_BATCHES, LAYER_LENGTHS = (1, 8), (32, 64, 128, 197)  # of an encoder layer as in ViT-B
 SECONDS = 2.0
 SIZES = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8)
@@ -36,21 +36,6 @@ PLAIN_AIM, AIM = 1.0, 1.3  # AIM is for windows or padding
 LAYER_AIM = 1.05
 
 Results = Callable[[], Sequence[Tensor]]
-Pair = tuple[Any, Any]  # a model that uses fastattn, and a copy that does not
-
-
-@contextlib.contextmanager
-def registered() -> Generator[None, None, None]:
-    """Inside the block transformers accepts attn_implementation="fastattn"."""
-    import fastattn.integrations.transformers as integration
-
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("transformers: got none, expected it for models; pip install transformers")
-    integration.register()
-    try:
-        yield
-    finally:
-        integration.unregister()
 
 
 def races(
@@ -59,18 +44,18 @@ def races(
     scale: float = 1.0,
     only: Sequence[str] = (),
 ) -> Iterator[Race]:
-    """Races with one of the texts of `only` in their names, or all; to be used inside `registered`.
-    `scale` shrinks all models, for tests."""
+    """Races with one of the texts of `only` in their names, or all; to be used inside
+    `families.registered`. `scale` shrinks all models, for tests."""
     for dtype in dtypes:
         every = [*_languages(dtype, lengths, scale), *_others(dtype, scale)]
         for name, what, aim, make in every:
             if only and not any(text in f"{name}, {what}" for text in only):
                 continue
-            ours, other, same = make()
-            yield Race(name, dtype, what, ours, other, aim=aim, same=same)
+            ours, other = make()
+            yield Race(name, dtype, what, ours, other, aim=aim)
 
 
-Entry = tuple[str, str, float, Callable[[], tuple[Results, Results, bool]]]
+Entry = tuple[str, str, float, Callable[[], tuple[Results, Results]]]
 
 
 def _languages(dtype: str, lengths: Sequence[int], scale: float) -> Iterator[Entry]:
@@ -80,12 +65,13 @@ def _languages(dtype: str, lengths: Sequence[int], scale: float) -> Iterator[Ent
         make = functools.partial(_language, name, dtype, n, padded, scale)
         for what in (FORWARD, TRAINING):
             yield at, what, aim, functools.partial(make, what)
-        yield f"{at}, {TOKENS} tokens", FORWARD, PLAIN_AIM, functools.partial(make, "tokens")
 
 
 def _others(dtype: str, scale: float) -> Iterator[Entry]:
     for what in (FORWARD, TRAINING):
-        yield "ViT-B/16", what, PLAIN_AIM, functools.partial(_vit, dtype, what, scale)
+        for name in filter(families.available, families.MODELS):
+            make = functools.partial(_family, name, dtype, what, scale)
+            yield name, what, families.AIM, make
         for padded in (False, True):
             at, aim = ("encoder, padded", AIM) if padded else ("encoder", PLAIN_AIM)
             yield at, what, aim, functools.partial(_encoder, dtype, what, padded, scale)
@@ -110,15 +96,6 @@ def _others(dtype: str, scale: float) -> Iterator[Entry]:
 # ----------------------------------------------------------------------------- both sides of a race
 
 
-def _of_transformers(make: Callable[[], Any]) -> Pair:
-    torch.manual_seed(0)
-    other = make()
-    ours = copy.deepcopy(other)
-    ours.set_attn_implementation("fastattn")
-    other.set_attn_implementation("sdpa")
-    return ours, other
-
-
 def _converted(other: nn.Module) -> Pair:
     ours = copy.deepcopy(other)
     fastattn.convert(ours)
@@ -130,8 +107,7 @@ def _run(
     what: str,
     out: Callable[[Any], Tensor],
     loss: Callable[[Any], Tensor] | None = None,
-    same: bool = True,
-) -> tuple[Results, Results, bool]:
+) -> tuple[Results, Results]:
     """Both models' outputs; or a training step without its optimizer: the loss, and the first
     parameter's gradient. The loss, if none is given, is one that a final layer norm does not make
     constant and rounding does not cancel."""
@@ -147,10 +123,11 @@ def _run(
 
     def step(model: Any) -> list[Tensor]:
         found = (loss or distance)(model)
-        return [found.detach(), torch.autograd.grad(found, list(model.parameters()))[0]]
+        trained = [x for x in model.parameters() if x.requires_grad]
+        return [found.detach(), torch.autograd.grad(found, trained)[0]]
 
     ours, other = (functools.partial(step if what == TRAINING else forward, x) for x in pair)
-    return ours, other, same
+    return ours, other
 
 
 # --------------------------------------------------------------------------------------- the models
@@ -158,14 +135,14 @@ def _run(
 
 def _language(
     name: str, dtype: str, n: int, padded: bool, scale: float, what: str
-) -> tuple[Results, Results, bool]:
+) -> tuple[Results, Results]:
     import transformers
 
     n = max(16, int(n * scale))
     config = getattr(transformers, f"{name}Config")
     window = dict(sliding_window=max(4, int(WINDOW * scale))) if name == "Mistral" else {}
     kind = getattr(transformers, f"{name}ForCausalLM")
-    pair = _of_transformers(lambda: kind(config(**SIZES | window)).to(DTYPES[dtype]).eval())
+    pair = of_transformers(lambda: kind(config(**SIZES | window)).to(DTYPES[dtype]).eval())
     batch = BATCH if padded else 1
     ids = torch.randint(1, SIZES["vocab_size"], (batch, n))
     mask = torch.ones_like(ids)
@@ -173,13 +150,6 @@ def _language(
         mask[b, : b * n // BATCH] = 0  # left padding, as in generation
     given = dict(input_ids=ids * mask, attention_mask=mask)
     labels = ids.masked_fill(mask == 0, -100)
-    if what == "tokens":
-        how = dict(do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=TOKENS)
-
-        def tokens(model: Any) -> Tensor:
-            return model.generate(**given, **how, use_cache=True)
-
-        return _run(pair, FORWARD, tokens, same=dtype == "float32")
     return _run(
         pair,
         what,
@@ -188,15 +158,9 @@ def _language(
     )
 
 
-def _vit(dtype: str, what: str, scale: float) -> tuple[Results, Results, bool]:
-    from transformers import ViTConfig, ViTModel
-
-    config = ViTConfig(num_hidden_layers=_layers(scale))
-    pair = _of_transformers(
-        lambda: ViTModel(config, add_pooling_layer=False).to(DTYPES[dtype]).eval()
-    )
-    pixels = torch.randn(2, 3, 224, 224, dtype=DTYPES[dtype])
-    return _run(pair, what, lambda model: model(pixels)[0])
+def _family(name: str, dtype: str, what: str, scale: float) -> tuple[Results, Results]:
+    pair, out = families.pair(name, DTYPES[dtype], scale)
+    return _run(pair, what, out)
 
 
 def _layers(scale: float) -> int:
@@ -206,7 +170,7 @@ def _layers(scale: float) -> int:
 
 def _encoder(
     dtype: str, what: str, padded: bool, scale: float, autocast: bool = False
-) -> tuple[Results, Results, bool]:
+) -> tuple[Results, Results]:
     """The encoder of torch.nn. With `autocast` it computes in `dtype`, of float32 weights."""
     weights_dtype = torch.float32 if autocast else DTYPES[dtype]
     torch.manual_seed(0)
@@ -225,7 +189,7 @@ def _encoder(
     return _run(_converted(other.train(what == TRAINING)), what, out)
 
 
-def _layer(dtype: str, batch: int, n: int, scale: float) -> tuple[Results, Results, bool]:
+def _layer(dtype: str, batch: int, n: int, scale: float) -> tuple[Results, Results]:
     torch.manual_seed(0)
     other = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True)
     x = torch.randn(batch, max(4, int(n * scale)), 768, dtype=DTYPES[dtype])
@@ -237,7 +201,7 @@ Inputs = tuple[Tensor, ...]
 
 def _autocast(
     dtype: str, make: Callable[[float], tuple[nn.Module, Inputs]], scale: float
-) -> tuple[Results, Results, bool]:
+) -> tuple[Results, Results]:
     torch.manual_seed(0)
     other, inputs = make(scale)
 

@@ -21,7 +21,8 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-
 class Race(NamedTuple):
     """`ours` and `other` return the same tensors if `same`; else `other` only measures work. `aim`
     is the least other / ours ("at least"), or the most ours / (`share` * other) ("at most").
-    `share` is our work over the other's."""
+    `share` is our work over the other's. `tokens`: how many a call makes, if that is what it is
+    for."""
 
     name: str
     dtype: str
@@ -33,11 +34,13 @@ class Race(NamedTuple):
     share: float = 1.0
     same: bool = True
     inner: Callable[[], Any] | None = None  # our call without Python's part: timed if we lose
+    tokens: int = 0
 
 
 def measure(race: Race, seconds: float = SECONDS, threads: int | None = None) -> Record:
     row: Record = {"what": race.name, "dtype": race.dtype, "pass": race.what}
     row |= {"threads": threads or torch.get_num_threads(), "rule": race.rule, "aim": race.aim}
+    row |= {"tokens": race.tokens} if race.tokens else {}
     with timing.torch_threads(threads), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about jagged tensors
         if reason := disagreement(race):

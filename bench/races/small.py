@@ -56,7 +56,8 @@ def races(dtypes: Sequence[str], scale: float) -> Iterator[Race]:
             yield Race(what, dtype, FORWARD, ours, other, aim=aim)
     for dtype in dtypes:
         yield from _kinds(dtype)
-        yield from _steps(dtype)
+        ours, other = steps(dtype, 1, (HEADS, HEADS), DIM, 64, CALLS)
+        yield Race(f"{CALLS} steps of a cache, truncate", dtype, FORWARD, ours, other, aim=1.0)
 
 
 KINDS_OF = 4  # rows and keys
@@ -111,34 +112,37 @@ def _pair(
     return _repeated(function, given, **named), _repeated(torchs, given, **named)
 
 
-def _steps(dtype: str) -> Iterator[Race]:
-    """A step of decoding beside two writes into slices and torch's function."""
-    n, many = 64, 1024
-    q, k, v = _given(dtype, 1, 1, False)
-    cache = fastattn.KVCache(1, HEADS, DIM, capacity=many, dtype=q.dtype)
-    kept = [torch.zeros(1, HEADS, many, DIM, dtype=q.dtype) for _ in "kv"]
-    prompt = [torch.randn(1, HEADS, n, DIM).to(q.dtype) for _ in "kv"]
-    cache.append(*prompt)
-    for x, new in zip(kept, prompt):
-        x[:, :, :n] = new
+def steps(
+    dtype: str, batch: int, heads: tuple[int, int], dim: int, n: int, count: int
+) -> tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]:
+    """Steps of decoding behind n keys, beside two writes into slices and torch's function. After
+    `count` of them both go back to n keys."""
+    (h, hk), capacity = heads, max(1024, n + count)
+    size: dict[str, Any] = dict(dtype=DTYPES[dtype])
+    q, k, v = (torch.randn(batch, x, 1, dim, **size) for x in (h, hk, hk))
+    cache = fastattn.KVCache(batch, hk, dim, capacity=capacity, **size)
+    kept = [torch.zeros(batch, hk, capacity, dim, **size) for _ in "kv"]
+    for x in kept:
+        x[:, :, :n] = torch.randn(batch, hk, n, dim)
+    cache.append(*(x[:, :, :n] for x in kept))
 
     def ours() -> list[Tensor]:
         out = q
-        for _ in range(CALLS):
+        for _ in range(count):
             out = cache.step(q, k, v)
         cache.truncate(n)
         return [out]
 
     def other() -> list[Tensor]:
         out = q
-        for at in range(n, n + CALLS):
+        for at in range(n, n + count):
             for x, new in zip(kept, (k, v)):
                 x[:, :, at : at + 1] = new
             keys, values = (x[:, :, : at + 1] for x in kept)
-            out = torchs(q, keys, values)
+            out = torchs(q, keys, values, enable_gqa=h > hk)
         return [out]
 
-    yield Race(f"{CALLS} steps of a cache, truncate", dtype, FORWARD, ours, other, aim=1.0)
+    return ours, other
 
 
 def causal(dtypes: Sequence[str], scale: float) -> Iterator[Race]:

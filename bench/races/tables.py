@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..cases import BOTH, FORWARD, TRAINING, Case
-from . import derivatives, functions, latent, launch, packed, selected, small, storage
+from . import derivatives, functions, generation, latent, launch, packed, selected, small, storage
 from .race import SECONDS, Race
 
 
@@ -36,6 +36,11 @@ TABLES = {
     "serving": Table(
         "packed batches and pages: beside padding, torch, contiguous keys",
         *(packed.races, (), BOTH, None),
+    ),
+    "generation": Table(
+        "tokens of transformers' models beside sdpa; steps of KVCache beside slices",
+        *(generation.races, (), BOTH),
+        seconds=1.0,
     ),
     "flex": Table("score_mod and mask_mod: beside no function, a dense mask", functions.races),
     "latent": Table("latent attention: beside products, keys of heads, torch", latent.races),

@@ -177,10 +177,17 @@ def race_line(row: Record) -> str:
     name = raced_name(row)
     if row["status"] != "ok":
         return f"FAILED: {name}, not timed: {row['reason']}"
-    found, ms = row["ratio"], row["ms"]
     aim = f"{row['rule']} {row['aim']:g}: {'met' if row['met'] else 'MISSED'}"
-    aim = "busy" if busy(row) else f"{spread(found)}, {aim}"
-    return f"{name}: {aim}; {ms['ours']:.2f} and {ms['other']:.2f} ms"
+    aim = "busy" if busy(row) else f"{spread(row['ratio'])}, {aim}"
+    return f"{name}: {aim}; {' and '.join(times(row))}{'' if 'tokens' in row else ' ms'}"
+
+
+def times(row: Record) -> list[str]:
+    """Milliseconds of ours and of the other, or tokens per second."""
+    ms = [row["ms"][side] for side in ("ours", "other")]
+    if tokens := row.get("tokens"):
+        return [f"{1e3 * tokens / x:.0f}/s" for x in ms]
+    return [f"{x:.2f}" for x in ms]
 
 
 # --------------------------------------------------------------------------------- the whole run

@@ -12,7 +12,7 @@ from ..cpu_engines import report as engines
 from ..measure.machine import words
 from ..measure.records import first_threads, markdown, speedup_of, spread, timing_of
 from ..peers.registry import SUBJECT
-from .console import raced_name
+from .console import raced_name, times
 
 Result = dict[str, Any]
 Grid = dict[str, dict[str, str]]  # what is written, by row and column
@@ -158,21 +158,22 @@ def derivatives(results: Sequence[Result]) -> Iterator[str]:
 
 
 def races(results: Sequence[Result]) -> Iterator[str]:
-    """A row per race and machine: milliseconds of both sides, their ratio, and the aim."""
+    """A row per race and machine: milliseconds of both sides, or tokens per second, their ratio,
+    and the aim."""
     rows = [(_machine(x), row) for x in results for row in x.get(x["kind"], [])]
     if not rows:
         return
     rows.sort(key=lambda x: (x[1]["pass"], x[1]["what"], x[1]["dtype"]))
-    head = "", "machine", "ms, ours and the other's", "ratio [quartiles]", "aim"
+    sides = "ms, or tokens/s" if any("tokens" in row for _, row in rows) else "ms"
+    head = "", "machine", f"{sides}, ours and the other's", "ratio [quartiles]", "aim"
     yield from markdown(head, ([raced_name(row), machine, *_raced(row)] for machine, row in rows))
 
 
 def _raced(row: Result) -> list[str]:
     if row["status"] != "ok":
         return ["failed", "", ""]
-    ms = row["ms"]
     aim = f"{row['rule']} {row['aim']:g}: {'met' if row['met'] else '**missed**'}"
-    return [f"{ms['ours']:.2f}, {ms['other']:.2f}", spread(row["ratio"]), aim]
+    return [", ".join(times(row)), spread(row["ratio"]), aim]
 
 
 def memory(results: Sequence[Result]) -> Iterator[str]:
@@ -198,7 +199,10 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "speed": ("sweep", speed),
     "decode": ("decode", decode),
     "memory": ("memory", memory),
-    **{name: (name, races) for name in ("serving", "flex", "latent", "selected", "models")},
+    **{
+        name: (name, races)
+        for name in ("serving", "flex", "latent", "selected", "models", "generation")
+    },
     "derivatives": ("derivatives", derivatives),
     "engines": ("engines", engines.table),
 }

@@ -8,13 +8,14 @@ import re
 import pytest
 import torch
 
-from bench import models
+from bench import families, models
 from bench.__main__ import main
+from bench.cases import FORWARD, TRAINING
 from bench.measure import machine, timing
 from bench.measure.records import speedup_of
 from bench.peers import optional_deps
 from bench.peers.registry import SUBJECT
-from bench.races import derivatives, launch, race, storage
+from bench.races import derivatives, generation, launch, race, storage
 from bench.races.tables import TABLES
 from bench.report import console, pages, results
 from tests.support.backends import not_interpreted
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "known_ceilings"), not_inter
 FAST = ["--threads", "1", "--seconds", "0.002"]
 # Rows of a table at a scale, in float32 on one thread.
 ROWS = {"short": 12, "serving": 10, "flex": 26, "latent": 5, "selected": 10}
-ROWS |= {"derivatives": 12, "tiny": 28}
+ROWS |= {"derivatives": 12, "tiny": 28, "generation": 20}
 SCALE = {"short": 1 / 8, "derivatives": 1 / 32}
 
 
@@ -39,6 +40,10 @@ def run(folder, *arguments: str) -> dict:
 def test_each_row_of_a_table_is_held_against_the_other_way(name, tmp_path, monkeypatch):
     """At small sizes: the numbers agree, then both are timed."""
     monkeypatch.setattr(derivatives, "MEMORY_LENGTHS", (2048,))
+    if name == "generation":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+        monkeypatch.setattr(generation, "TOKENS", 3)
+        monkeypatch.setattr(generation, "SIZES", generation.SIZES | dict(num_hidden_layers=1))
     scale = str(SCALE.get(name, 1 / 64))
     result = run(tmp_path, "race", name, "--dtypes", "float32", "--scale", scale, *FAST)
     rows = result[name]
@@ -102,15 +107,36 @@ def test_memory_records_the_reason_of_a_failed_probe(tmp_path):
 def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     """Whole models at small sizes: a language model, padded, and what convert is for."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    monkeypatch.setattr(models, "TOKENS", 3)
     monkeypatch.setattr(models, "SIZES", models.SIZES | dict(num_hidden_layers=1))
     only = "Mistral, N = 1024, padded", "encoder", "under autocast"
     given = ["--lengths", "1024", "--scale", str(1 / 32), *FAST]
     result = run(tmp_path, "models", *given, "--only", *only)
     rows, optional = result["models"], sum(map(optional_deps.found, ("torchvision", "open_clip")))
-    assert len(rows) == 2 * (3 + 4 + 8) + 2 + optional, rows
+    assert len(rows) == 2 * (2 + 4 + 8) + 2 + optional, rows
     assert all(row["status"] == "ok" for row in rows), rows
     assert len(list(pages.races([result]))) == 2 + len(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.MODELS)
+def test_families_hold_ours_against_sdpa(name, tmp_path, monkeypatch):
+    """Inference and training; and none of our side's attention is torch's."""
+    for library in ("transformers", "diffusers"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    monkeypatch.setattr(families, "LAYERS", 1)
+    given = ["--dtypes", "float32", "--scale", str(1 / 32), *FAST]
+    rows = run(tmp_path, "models", *given, "--only", f"{name}, forward")["models"]
+    assert {row["pass"]: row["status"] for row in rows} == {FORWARD: "ok", TRAINING: "ok"}, rows
+    with families.registered():
+        pair, out = families.pair(name, torch.float32, 1 / 32)
+        counts = [torchs_calls(out, model) for model in pair]
+    assert counts[0] == 0 < counts[1]
+
+
+def torchs_calls(out, model):
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        out(model)
+    return sum(x.name == "aten::scaled_dot_product_attention" for x in profile.events())
 
 
 @pytest.mark.slow
