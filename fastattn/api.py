@@ -8,7 +8,12 @@ import operator
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import (
+    Tensor,
+    are_deterministic_algorithms_enabled,
+    is_autocast_enabled,
+    is_grad_enabled,
+)
 from torch.nn import functional as F
 from typing_extensions import Unpack  # torch depends on it
 
@@ -17,6 +22,7 @@ from .backends.native.marshalling import kind
 from .backends.shared.per_sequence import longest
 from .backends.triton.runtime import unavailable as triton_unavailable
 from .call.argument_hints import by_position
+from .call.constants import constant
 from .call.int4 import INT4
 from .call.need import alignment, flag, need_a_tensor, need_dense, real, whole
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
@@ -508,10 +514,20 @@ def draw_seed(device: torch.device | str) -> Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
 
 
+_defaults = constant(tuple(DEFAULTS.items()))
+_of_options = constant(tuple(Options._field_defaults.items()))
+_names = constant((_SCALARS, tuple(_AS_GIVEN), _ABSENT))
+
+
 def resolved(arguments: Any, function: str) -> dict[str, Any]:
     """`arguments` completed with defaults. An unknown one raises TypeError, naming `function`."""
-    given = DEFAULTS | arguments if arguments else DEFAULTS
-    if len(given) > len(DEFAULTS):
+    if is_compiling():
+        given = {name: arguments.get(name, x) for name, x in _defaults()}
+        known = all(name in given for name in arguments)
+    else:
+        given = DEFAULTS | arguments if arguments else DEFAULTS
+        known = len(given) == len(DEFAULTS)
+    if not known:
         refuse_unknown(function, arguments)
     return given
 
@@ -533,12 +549,12 @@ def prepare(
     mod: the programs of a score_mod and a mask_mod.
     in_parts: whether the call will be computed in parts, each with `lowered_call`.
     """
-    given = resolved(arguments, function) if arguments else DEFAULTS
     compiling = is_compiling()
+    given = resolved(arguments, function)
     window, mask, seed = given["window"], given["mask"], given["seed"]
-    scalars = [given[name] for name in _SCALARS] if compiling else _scalars(given)
+    scalars = [given[name] for name in _names()[0]] if compiling else _scalars(given)
     if given["deterministic"] is None:
-        scalars = *scalars[:-1], torch.are_deterministic_algorithms_enabled(), orders
+        scalars = *scalars[:-1], are_deterministic_algorithms_enabled(), orders
     else:
         scalars = *scalars, orders
     may_be_a_part = compiling or F.scaled_dot_product_attention is not context_parallel.TORCHS
@@ -558,7 +574,8 @@ def prepare(
     if seed is not None or plain.dropout_p:
         seed = _seed(seed, plain.dropout_p, q)
     if compiling:
-        t = Tensors(q, k, v, mask, *[given[name] for name in _AS_GIVEN], seed)
+        _, as_given, absent = _names()
+        t = Tensors(q, k, v, mask, *[given[name] for name in as_given], seed, *absent)
     else:
         t = _tensors((q, k, v, mask, *_as_given(given), seed, *_ABSENT))
     if given["score_mod"] is not None or given["mask_mod"] is not None:
@@ -589,11 +606,7 @@ def _prepare_fast_with_normaliser(
 ) -> fast_path.Prepared | None:
     if draws(arguments):
         return None
-    return fast_path.Prepared(*prepare(q, k, v, arguments, orders=orders), lse=_as_it_is)
-
-
-def _as_it_is(normaliser: Tensor) -> Tensor:
-    return normaliser
+    return fast_path.Prepared(*prepare(q, k, v, arguments, orders=orders), lse=fast_path.as_it_is)
 
 
 _FAST_WITH_NORMALISER = fast_path.path(_prepare_fast_with_normaliser, ["orders"])
@@ -795,12 +808,24 @@ def _options(
     softcap = None if softcap is None else real("softcap", softcap)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: got {backend!r}, expected a name, or None for the best")
-    fields = scale, aligned, left, right, softcap, dropout_p, backend or ""
-    lies = dict(zip(Options._fields[-len(Place._fields) :], place))
-    lies |= dict(zip(("out_order", "grad_order"), orders))
-    flags = dict(row_invariant=row_invariant, deterministic=deterministic)
-    lies |= {name: flag(name, x) for name, x in flags.items()}
-    return Options(*fields, **lies), Options(*fields, grad=True, **lies)
+    given: dict[str, Any] = {
+        "scale": scale,
+        "causal": aligned,
+        "left": left,
+        "right": right,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "backend": backend or "",
+        "row_invariant": flag("row_invariant", row_invariant),
+        "deterministic": flag("deterministic", deterministic),
+        "out_order": orders[0],
+        "grad_order": orders[1],
+    }
+    if place:
+        given |= dict(zip(Options._fields[-len(place) :], place))
+    fields: dict[str, Any] = {name: given.get(name, x) for name, x in _of_options()}
+    with_grad: dict[str, Any] = {**fields, "grad": True}
+    return Options(**fields), Options(**with_grad)
 
 
 # The checks of scalars take longer than all else of `prepare`; the bound is that of plans.
@@ -873,7 +898,7 @@ def may_autocast() -> bool:
 def autocast(q, k, v, mask):
     """Cast q, k, v and a float mask to the autocast dtype, as torch's SDPA; float64 stays."""
     device = q.device.type
-    if not torch.is_autocast_enabled(device):
+    if not is_autocast_enabled(device):
         return q, k, v, mask
     dtype = torch.get_autocast_dtype(device)
 

@@ -3,9 +3,11 @@
 //
 //   attend(path, q, k, v, ..., named)   named: a dict of further arguments
 //   gradients(plan, tensors, grads)     of a call that `attend` recorded: Function.backward's result
+//   differentiate(path, *grads, *results, q, k, v, ..., named)
+//                                       the gradients of q, k and v, of a call that nothing recorded
 //   forget_plans()                      forgets all plans
 //
-// The first two return None for a call that the general path has to run or to refuse. `path` is a
+// The first three return None for a call that the general path has to run or to refuse. `path` is a
 // tuple: see `Path` below.
 #pragma once
 #include "tensors.h"
@@ -530,36 +532,55 @@ PyObject* run(const FastPlan& plan, const Path& path, const Call& given, bool re
 
 // --- the calls ----------------------------------------------------------------------------------
 
-PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
-  if (n < 5) {
-    PyErr_Format(PyExc_TypeError, "got %zd arguments, expected 5 or more", n);
-    return nullptr;
-  }
-  for (int i = 1; i < 4; ++i)
-    if (!is_of_torch(args[i])) Py_RETURN_NONE;
-  if (!has_members(args[0], Path::kMembers)) return nullptr;
-  const Path path(args[0]);
+// How a call was found.
+struct Found {
+  Call call;
+  const FastPlan* plan = nullptr;  // null: the general path runs this call
+  bool records = false;            // autograd does
+};
+
+// Finds the plan of (q, k, v, ..., named), or makes one. n: 4 or more.
+Answer find_plan(PyObject* path_of_call, PyObject* const* args, Py_ssize_t n, Found& found) {
+  for (int i = 0; i < 3; ++i)
+    if (!is_of_torch(args[i])) return kNo;
+  if (!has_members(path_of_call, Path::kMembers)) return kError;
+  const Path path(path_of_call);
   // First: a mode of torch would see what the others read of tensors.
   Answer answer = not_(acts_on_calls(path));
   const Answer enabled = answer == kYes ? is_true(path.grad_enabled) : kNo;
   if (enabled == kError) answer = kError;
-  Call call;
-  if (answer == kYes) answer = yes_if(call.key.add(intptr_t(args[0])) && call.key.add(enabled));
-  for (Py_ssize_t i = 1; i < n - 1 && answer == kYes; ++i) answer = add(call, args[i], true, true);
+  Call& call = found.call;
+  if (answer == kYes) answer = yes_if(call.key.add(intptr_t(path_of_call)) && call.key.add(enabled));
+  for (Py_ssize_t i = 0; i < n - 1 && answer == kYes; ++i) answer = add(call, args[i], true, true);
   if (answer == kYes) answer = add_named(call, args[n - 1], path.numbers);
-  if (answer != kYes) return none_if_no(answer);
+  if (answer != kYes) return answer;
   FastPlan* plan = find(call.key);
   if (!plan) {
-    const Ref arguments(PyTuple_New(n - 1));
-    if (!arguments) return nullptr;
-    for (Py_ssize_t i = 1; i < n; ++i) PyTuple_SetItem(arguments.get(), i - 1, Py_NewRef(args[i]));
-    plan = make(args[0], call, arguments.get());
-    if (!plan) return none_if_no(PyErr_Occurred() ? kError : kNo);
+    const Ref arguments(PyTuple_New(n));
+    if (!arguments) return kError;
+    for (Py_ssize_t i = 0; i < n; ++i) PyTuple_SetItem(arguments.get(), i, Py_NewRef(args[i]));
+    plan = make(path_of_call, call, arguments.get());
+    if (!plan) return PyErr_Occurred() ? kError : kNo;
   }
-  bool records = false;
-  for (int i = 0; i < call.count; ++i) records |= enabled == kYes && call.varies[i];
-  if (plan->owned == Py_None || (records && !plan->recorded)) Py_RETURN_NONE;
-  return run(*plan, path, call, records);
+  for (int i = 0; i < call.count; ++i) found.records |= enabled == kYes && call.varies[i];
+  if (plan->owned == Py_None) return kNo;
+  found.plan = plan;
+  return kYes;
+}
+
+bool has_at_least(Py_ssize_t n, Py_ssize_t expected) {
+  if (n >= expected) return true;
+  PyErr_Format(PyExc_TypeError, "got %zd arguments, expected %zd or more", n, expected);
+  return false;
+}
+
+PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (!has_at_least(n, 5)) return nullptr;
+  Found found;
+  const Answer answer = find_plan(args[0], args + 1, n - 1, found);
+  if (answer != kYes) return none_if_no(answer);
+  if (found.records && !found.plan->recorded) Py_RETURN_NONE;
+  return run(*found.plan, Path(args[0]), found.call, found.records);
 }
 
 // kYes if `x` lies in plain memory as `expected`.
@@ -568,17 +589,16 @@ Answer lies(PyObject* x, const Layout& expected, DLTensor& d) {
   return plain == kYes ? yes_if(expected.is(d)) : plain;
 }
 
-// The gradient of out, in any layout; the others, None.
-Answer is_gradient_of(const Layout& out, PyObject* grads, DLTensor& d) {
-  for (Py_ssize_t i = 1, n = PyTuple_Size(grads); i < n; ++i)
-    if (PyTuple_GetItem(grads, i) != Py_None) return kNo;
-  PyObject* x = PyTuple_GetItem(grads, 0);
-  const Answer plain = x == Py_None ? kNo : static_cast<Answer>(is_plain(x, d));
+// The gradient of out, in any layout; that of the normaliser, None.
+Answer is_gradient_of(const Layout& out, PyObject* const* grads, DLTensor& d) {
+  if (grads[0] == Py_None || grads[1] != Py_None) return kNo;
+  const auto plain = static_cast<Answer>(is_plain(grads[0], d));
   Layout found;
   if (plain != kYes || !found.set(d)) return plain == kError ? kError : kNo;
   return yes_if(found.kind == out.kind && std::memcmp(found.size, out.size, sizeof out.size) == 0);
 }
 
+// The gradients of q, k and v.
 PyObject* run_backward(const FastPlan& plan, const Path& path, const DLTensor* views,
                        const DLTensor* results, const DLTensor& dout, PyObject* like) {
   FaCall call;
@@ -591,33 +611,49 @@ PyObject* run_backward(const FastPlan& plan, const Path& path, const DLTensor* v
   constexpr int32_t kDout = offsetof(FaCall, params.dout);
   if (!write(call, {kDout, kStrided, -1}, dout)) Py_RETURN_NONE;
   FaTensor* const fields[3] = {&call.params.dq, &call.params.dk, &call.params.dv};
-  Ref made(PyTuple_New(1 + plan.inputs));
+  Ref made(PyTuple_New(3));
   if (!made) return nullptr;
-  for (int i = 0; i <= plan.inputs; ++i) PyTuple_SetItem(made.get(), i, Py_NewRef(Py_None));
   for (int i = 0; i < 3; ++i) {  // unwanted ones, too: kernels write all
     DLTensor d;
     PyObject* layout = plan.grads[i];
     PyObject* grad =
         empty(like, PyTuple_GetItem(layout, 0), PyTuple_GetItem(layout, 1), Py_None, d);
     if (!grad) return nullptr;
-    PyTuple_SetItem(made.get(), 1 + i, grad);
+    PyTuple_SetItem(made.get(), i, grad);
     fields[i]->data = address(d);
   }
   const Answer answer = launch_plan(plan, path, call, FA_BACKWARD);
-  if (answer != kYes) return none_if_no(answer);
-  for (int i = 0; i < 3; ++i)
-    if (!plan.varies[i]) PyTuple_SetItem(made.get(), 1 + i, Py_NewRef(Py_None));
-  return made.release();
+  return answer == kYes ? made.release() : none_if_no(answer);
+}
+
+// kYes if the plan has gradients, and these are its results and the gradients of them.
+Answer has_gradients(const FastPlan& plan, PyObject* const* results, PyObject* const* grads,
+                     DLTensor* views, DLTensor& dout) {
+  const Layout* const expected[2] = {&plan.out, &plan.saved_normaliser};
+  Answer answer = yes_if(plan.recorded);
+  for (int i = 0; i < 2 && answer == kYes; ++i) answer = lies(results[i], *expected[i], views[i]);
+  return answer == kYes ? is_gradient_of(plan.out, grads, dout) : answer;
+}
+
+// What Function.backward returns: None, then a gradient or None for each of its inputs.
+PyObject* for_inputs(const FastPlan& plan, PyObject* gradients) {
+  PyObject* made = PyTuple_New(1 + plan.inputs);
+  if (!made) return nullptr;
+  for (int i = -1; i < plan.inputs; ++i) {
+    PyObject* x = 0 <= i && i < 3 && plan.varies[i] ? PyTuple_GetItem(gradients, i) : Py_None;
+    PyTuple_SetItem(made, 1 + i, Py_NewRef(x));
+  }
+  return made;
 }
 
 // tensors: the inputs, out and the normaliser, as they were saved; grads: those of the results.
 PyObject* gradients(PyObject*, PyObject* const* args, Py_ssize_t n) {
-  if (n != 3 || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) || !PyTuple_Size(args[2])) {
+  if (n != 3 || !PyTuple_Check(args[1])) {
     PyErr_SetString(PyExc_TypeError, "expected a plan, a tuple of tensors and one of gradients");
     return nullptr;
   }
   auto* found = static_cast<FastPlan*>(PyCapsule_GetPointer(args[0], kCapsule));
-  if (!found) return nullptr;
+  if (!found || !has_members(args[2], 2)) return nullptr;
   const FastPlan& plan = *found;
   const Path path(plan.path);
   if (!plan.recorded || PyTuple_Size(args[1]) != plan.inputs + 2) Py_RETURN_NONE;
@@ -629,12 +665,30 @@ PyObject* gradients(PyObject*, PyObject* const* args, Py_ssize_t n) {
     const int at = plan.order[i];
     answer = at < 0 ? yes_if(x == Py_None) : lies(x, plan.layouts[at], views[at]);
   }
-  const Layout* const expected[2] = {&plan.out, &plan.saved_normaliser};
-  for (int i = 0; i < 2 && answer == kYes; ++i)
-    answer = lies(PyTuple_GetItem(args[1], plan.inputs + i), *expected[i], results[i]);
-  if (answer == kYes) answer = is_gradient_of(plan.out, args[2], dout);
+  PyObject* saved[2];
+  PyObject* grads[2];
+  for (int i = 0; i < 2; ++i) {
+    saved[i] = PyTuple_GetItem(args[1], plan.inputs + i);
+    grads[i] = PyTuple_GetItem(args[2], i);
+  }
+  if (answer == kYes) answer = has_gradients(plan, saved, grads, results, dout);
   if (answer != kYes) return none_if_no(answer);
-  return run_backward(plan, path, views, results, dout, PyTuple_GetItem(args[1], 0));
+  const Ref made(run_backward(plan, path, views, results, dout, PyTuple_GetItem(args[1], 0)));
+  if (!made || made.get() == Py_None) return made ? Py_NewRef(Py_None) : nullptr;
+  return for_inputs(plan, made.get());
+}
+
+PyObject* differentiate(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (!has_at_least(n, 9)) return nullptr;
+  PyObject* const* const call = args + 5;
+  Found found;
+  DLTensor results[2], dout;
+  Answer answer = find_plan(args[0], call, n - 5, found);
+  if (answer == kYes) answer = not_(is_true(Path(args[0]).grad_enabled));
+  if (answer == kYes) answer = has_gradients(*found.plan, args + 3, args + 1, results, dout);
+  if (answer != kYes) return none_if_no(answer);
+  const Ref kept(Py_NewRef(found.plan->capsule));
+  return run_backward(*found.plan, Path(args[0]), found.call.views, results, dout, call[0]);
 }
 
 }  // namespace

@@ -206,6 +206,7 @@ PyMethodDef functions[] = {{"kind", kind, METH_O, nullptr},
                            {"launch_on", fast(launch_on), METH_FASTCALL, nullptr},
                            {"attend", fast(attend), METH_FASTCALL, nullptr},
                            {"gradients", fast(gradients), METH_FASTCALL, nullptr},
+                           {"differentiate", fast(differentiate), METH_FASTCALL, nullptr},
                            {"append_rows", fast(append_rows), METH_FASTCALL, nullptr},
                            {"forget_plans", forget_plans, METH_NOARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};

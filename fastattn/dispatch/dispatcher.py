@@ -24,7 +24,7 @@ from ..call.spec import Options, Tangents, Tensors, changed
 from . import functorch, run_pass
 from .legacy_vmap import is_batched_by_autograd
 from .operation import ATTENTION, BACKWARD, FORWARD, JVP, Operation, plan, spread
-from .run_pass import arguments, as_tuple, directly, dispatch_mode_active
+from .run_pass import as_tuple, directly, dispatch_mode_active, in_saved_order
 
 _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
@@ -46,7 +46,7 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
     if _is_compiling():
         if name := _handled(t):
             return HANDLERS[name](op, t, o)
-        return as_tuple(op.operator()(*arguments(FORWARD, t, o)))
+        return as_tuple(op.operator("")(*in_saved_order((*t, *o))))
     if _transforms() or (forward_ad._current_level >= 0 and run_pass.has_tangents(t)):
         return tuple(functorch.run(FORWARD, op, t, changed(o, grad=True)))
     kind_of_tensors = None if dispatch_mode_active() else kind(t)
@@ -65,7 +65,7 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
 def _handled(tensors: Sequence[Tensor | None]) -> str:
     """The first class of a tensor that `HANDLERS` names, or nothing."""
     for x in tensors:
-        if type(x).__name__ in HANDLERS:
+        if x is not None and type(x).__name__ in HANDLERS:
             return type(x).__name__
     return ""
 

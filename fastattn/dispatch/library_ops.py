@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
@@ -22,7 +21,7 @@ from ..call.spec import ARGUMENTS, DROPOUT_PERIODS, NATIVE_NAMES, Options, Tenso
 from ..call.validation import check, check_results, need_memory
 from ..namespace import PACKAGE, add_op_namespace_prefix, operator
 from ..score_mods.unlowered import lowered_call
-from . import flops, formulas
+from . import flops, formulas, inductor
 from .batches import batched
 from .formulas import PassCall
 from .operation import (
@@ -40,6 +39,8 @@ from .operation import (
     tangent_outputs,
 )
 from .run_pass import (
+    DEFAULTS,
+    NAMES,
     arguments,
     as_tuple,
     drops_tangents,
@@ -47,6 +48,7 @@ from .run_pass import (
     has_tangents,
     in_saved_order,
     no_tangents,
+    split,
 )
 
 N_TENSORS = len(Tensors._fields)
@@ -68,19 +70,15 @@ TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 library: torch.library.Library = torch.library.Library(PACKAGE, "DEF")
 
 
-_DEFAULTS = {**Tensors._field_defaults, **Options._field_defaults}
-_NAMES = (*Tensors._fields, *Options._fields)
-
-
 def _inputs(defaults: bool) -> list[str]:
     """The arguments for `Tensors`, then `Options`."""
     types = {name: f"Tensor{'?' if a.optional else ''}" for name, a in ARGUMENTS.items()}
     types |= {name: _TYPES[hint] for name, hint in get_type_hints(Options).items()} | _SYMBOLS
     schema = [f"{kind} {NATIVE_NAMES.get(name, name)}" for name, kind in types.items()]
     if defaults:
-        for at, name in enumerate(_NAMES):
-            if name in _DEFAULTS:
-                schema[at] += f"={_shown(_DEFAULTS[name])}"
+        for at, name in enumerate(NAMES):
+            if name in DEFAULTS:
+                schema[at] += f"={_shown(DEFAULTS[name])}"
     return schema
 
 
@@ -121,13 +119,6 @@ def _define(which: Pass, op: Operation, count: Any) -> None:
     flops.register(operator(name), count)
 
 
-def split(args: Sequence[Any]) -> tuple[Tensors, Options]:
-    """The call of a forward operator's arguments. The dispatcher leaves out the last ones that have
-    their defaults."""
-    t, o = from_saved_order(args, [_DEFAULTS.get(name) for name in _NAMES])
-    return Tensors(*t), Options(*o)
-
-
 def _split(
     which: Pass, op: Operation, args: Sequence[Any]
 ) -> tuple[list[Group], Tensors, Options, tuple[str, ...]]:
@@ -136,7 +127,7 @@ def _split(
         return [], *split(args), ()
     groups, rest = which.split(op, args)
     needs_grad = tuple(rest[-1]) if which.chooses else ()
-    t, o = rest[:N_TENSORS], rest[N_TENSORS : len(_NAMES)]
+    t, o = rest[:N_TENSORS], rest[N_TENSORS : len(NAMES)]
     return groups, Tensors(*t), Options(*o), needs_grad
 
 
@@ -178,24 +169,16 @@ def _kernel(which: Pass, op: Operation, *args):
 @opaque_to_dynamo
 def fake(which: Pass, op: Operation, *args):
     groups, t, o, needs_grad = _split(which, op, args)
+    if which is FORWARD or which is BACKWARD:
+        inductor.keep_whole(op.operator(which.suffix).default)
     if which.chooses:  # it has the tensors and the results of a pass that was checked
         return empty_gradients(t, o, needs_grad)
     _refuse_forward_mode()
     if which is JVP:
         check(t, o)
         return tangent_outputs(t, o, groups[1][0] is not None)
-    _keep_whole_in_inductor(op.operator().default)
     check(t, o)
     return _untuple(op.outputs(t, o))
-
-
-def _keep_whole_in_inductor(operator: torch._ops.OpOverload) -> None:
-    """Register a fallback. If the environment has CI, inductor raises for an operator that has a
-    decomposition but no lowering. Fake kernels call this, because they run before inductor lowers a
-    graph; only if the module is imported already, because importing it takes seconds."""
-    lowering = sys.modules.get("torch._inductor.lowering")
-    if hasattr(lowering, "make_fallback") and operator not in lowering.lowerings:
-        lowering.make_fallback(operator, warn=False)
 
 
 def _save(which: Pass, op: Operation, ctx, inputs, output) -> None:
@@ -225,7 +208,7 @@ def _in_own_order(which: Pass, of: Sequence[Any], missing: Any) -> Sequence[Any]
     """One of something for each argument of an operator, in the order of the pass."""
     if which is not FORWARD:
         return of
-    t, o = from_saved_order(of, [missing] * len(_NAMES))
+    t, o = from_saved_order(of, [missing] * len(NAMES))
     return *t, *o
 
 
@@ -255,3 +238,4 @@ _define(FORWARD, WEIGHTS, flops.forward)
 _define(BACKWARD, WEIGHTS, functools.partial(flops.backward, len(WEIGHTS.results)))
 _define(JVP, ATTENTION, flops.jvp)
 _define(SECOND, ATTENTION, flops.second)
+inductor.install()

@@ -29,6 +29,7 @@ from torch.autograd import forward_ad
 
 from ..backends.base import Names
 from ..backends.native.marshalling import kind
+from ..call.constants import constant
 from ..call.spec import Options, Tensors
 from ..call.validation import check
 from ..namespace import add_op_namespace_prefix
@@ -97,23 +98,32 @@ def arguments(
 # Saved programs call forward operators by position: what came after the first of them stands last.
 _LATER = ("captured_floats", "captured_ints", "mask_blocks", "score_mod", "captured_sizes")
 _LATER += ("deterministic",)
-_NAMES = (*Tensors._fields, *Options._fields)
-_ORDER = [at for at, name in enumerate(_NAMES) if name not in _LATER]
-_ORDER += [_NAMES.index(name) for name in _LATER]
+NAMES = (*Tensors._fields, *Options._fields)
+DEFAULTS = {**Tensors._field_defaults, **Options._field_defaults}
+_order = constant(
+    (*(at for at, name in enumerate(NAMES) if name not in _LATER), *map(NAMES.index, _LATER))
+)
 
 
 def in_saved_order(of: Sequence[Any]) -> list[Any]:
     """One of something for each of `Tensors` and `Options`, in the order of forward operators."""
-    return [of[at] for at in _ORDER]
+    return [of[at] for at in _order()]
 
 
 def from_saved_order(of: Sequence[Any], missing: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """The reverse, for `Tensors` and for `Options`. Last ones that are not there are `missing`'s,
     which has one for each of `Tensors` and `Options`."""
     values = list(missing)
-    for at, x in zip(_ORDER, of):
+    for at, x in zip(_order(), of):
         values[at] = x
     return values[: len(Tensors._fields)], values[len(Tensors._fields) :]
+
+
+def split(args: Sequence[Any]) -> tuple[Tensors, Options]:
+    """The call of a forward operator's arguments. The dispatcher leaves out the last ones that have
+    their defaults."""
+    t, o = from_saved_order(args, [DEFAULTS.get(name) for name in NAMES])
+    return Tensors(*t), Options(*o)
 
 
 def _in_memory(groups: Groups) -> bool:
@@ -143,7 +153,7 @@ def _traced(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
 
 def as_tuple(outs: Any) -> tuple[Tensor, ...]:
     """An operator with one result returns it bare."""
-    return (outs,) if isinstance(outs, Tensor) else tuple(outs)
+    return tuple(outs) if isinstance(outs, (tuple, list)) else (outs,)
 
 
 # --------------------------------------------------------------------------- forward-mode tangents

@@ -137,7 +137,7 @@ def _numbers(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> tup
 
 def _as_call(q, k, v, mask, dropout_p, is_causal: bool, scale, enable_gqa: bool) -> _Call:
     casts = may_autocast()
-    if mask is None and scale is None and dropout_p == 0 and not casts and _is_ordinary(q, k, v):
+    if mask is None and scale is None and dropout_p == 0 and _is_ordinary(q, k, v, casts):
         return _Call(q, k, v, _orders_of_rows(q, k, v), {"causal": is_causal})
     causal = "top_left" if is_causal else False
     if is_causal_bias(mask):
@@ -276,9 +276,9 @@ def _attend_jagged(
     return nested.attend(q, k, v, dropout_p=dropout_p, causal=causal, scale=scale)
 
 
-def _is_ordinary(q, k, v) -> bool:
-    """True for 4-D tensors that differ only in the number of rows and keys: these need no checks
-    and no rearranging."""
+def _is_ordinary(q, k, v, casts: bool) -> bool:
+    """True for 4-D tensors that differ only in the number of rows and keys, and that autocast
+    leaves as they are: these need no checks and no rearranging. casts: whether it may be active."""
     if not type(q) is type(k) is type(v) is Tensor:
         return False
     try:
@@ -290,6 +290,7 @@ def _is_ordinary(q, k, v) -> bool:
             and agree(keys, v.shape)
             and q.dtype == k.dtype == v.dtype
             and q.device == k.device == v.device
+            and not (casts and torch.is_autocast_enabled(q.device.type))
         )
     except (RuntimeError, IndexError):
         return False  # a nested tensor has no shape

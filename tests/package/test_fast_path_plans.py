@@ -12,7 +12,9 @@ import torch
 import fastattn
 from fastattn import api
 from fastattn.backends.native import libraries, marshalling
-from fastattn.dispatch import operation
+from fastattn.call.spec import Options, Tensors
+from fastattn.dispatch import operation, run_pass
+from fastattn.namespace import operator
 from tests.package.test_fast_path import Subclass, plain, pytestmark  # noqa: F401
 from tests.support.threads import in_threads
 
@@ -212,6 +214,10 @@ def test_misuse_raises_and_does_not_crash():
     for args in ((), (3, (), ()), (object(), (q,), (q,)), (api._FAST, 3, 3)):
         with pytest.raises((TypeError, ValueError, SystemError)):
             marshalling.gradients(*args)
+    for args in ((), (api._FAST, q, None, q, q, q, k, v), ((), q, None, q, q, q, k, v, {})):
+        with pytest.raises((TypeError, SystemError)):
+            marshalling.differentiate(*args)
+    assert marshalling.differentiate(api._FAST, 3, None, q, "", q, k, v, False, {}) is None
 
 
 def test_a_change_of_the_backends_is_a_change_of_the_plans(monkeypatch):
@@ -247,6 +253,9 @@ def test_calls_leave_nothing_behind():
     q, k, v = plain()
     leaves, mask = [x.clone().requires_grad_() for x in (q, k, v)], torch.randn(4, 4)
     arguments = {"causal": True, "scale": 0.25}
+    forward, backward = (operator(f"attention{x}").default for x in ("", "_backward"))
+    in_operator = run_pass.arguments(operation.FORWARD, Tensors(q, k, v), Options(grad=True))
+    in_backward = [q, k, v, *[None] * (len(Tensors._fields) - 3), *Options(grad=True)]
     held = q, k, v, mask, *leaves, arguments, api._FAST, None, True, False, 0.25, torch.Tensor
 
     def calls(n):
@@ -263,6 +272,10 @@ def test_calls_leave_nothing_behind():
             fastattn.attention(q, k, v, mask=mask)
             fastattn.attention(q.as_subclass(Subclass), k, v)
             torch.autograd.grad(fastattn.attention(*leaves).sum(), leaves)
+            with torch.no_grad():
+                outs = forward.direct(*in_operator)
+                backward.direct(q, None, *outs, *in_backward, ["q", "v"])
+                backward.direct(q, outs[1], *outs, *in_backward, ["q"])
         gc.collect()
         return [sys.getrefcount(x) for x in held], sys.getallocatedblocks()
 

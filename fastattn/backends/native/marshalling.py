@@ -11,13 +11,15 @@
                strides, addresses modulo 16, and the numbers themselves
     attend     a whole call (dispatch/fast_path.py), or None if the general path has to run it
     gradients  its gradients, likewise
+    differentiate
+               the gradients of a call by the operator, likewise
     append_rows
                a decoding step's new rows into a cache (kv_cache/new_rows.py), likewise
     forget_plans
                forget the plans of `attend`
 
 csrc/python implements these for CPython's stable ABI. The Python versions below are used if set-up
-did not build it, or if FASTATTN_EXTENSION=off. In Python the last four run no call.
+did not build it, or if FASTATTN_EXTENSION=off. In Python the last five run no call.
 """
 
 from __future__ import annotations
@@ -170,6 +172,7 @@ kind, pack, launch = (
 launch_on: Any = getattr(extension, "launch_on", None)
 attend: Callable[..., Any] = getattr(extension, "attend", lambda *args: None)
 gradients: Callable[..., Any] = getattr(extension, "gradients", lambda *args: None)
+differentiate: Callable[..., Any] = getattr(extension, "differentiate", lambda *args: None)
 append_rows: Callable[..., int | None] = getattr(extension, "append_rows", lambda *args: None)
 forget_plans: Callable[[], None] = getattr(extension, "forget_plans", lambda: None)
 _fast_specialization_key = getattr(extension, "specialization_key", _specialization_key)
