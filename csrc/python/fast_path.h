@@ -244,11 +244,12 @@ struct FastPlan {
   Py_ssize_t normaliser;                                               // its bytes
   PyObject *normaliser_shape, *normaliser_strides, *normaliser_dtype;  // keywords, or None
   PyObject* finish;    // normaliser -> what is returned beside out; None: nothing is
+  PyObject* weights;   // (shape, strides) of the weights, which are returned beside out, or None
   PyObject* recorded;  // for the Function's context; null: calls of this key have no gradient
 
   int inputs;                   // of the Function
   int32_t order[kMostTensors];  // of each, its place among the call's tensors, or -1
-  FaCall backward;
+  FaCall backward, weights_call;
   PyObject* grads[3];  // (shape, strides) of the gradients of q, k and v
   Layout out, saved_normaliser;
 };
@@ -332,16 +333,29 @@ bool read_gradient(PyObject* made, FastPlan& plan) {
   return true;
 }
 
+// Reads (FaCall, (shape, strides)), or None.
+bool read_weights(PyObject* made, FastPlan& plan) {
+  plan.weights = Py_None;
+  if (made == Py_None) return true;
+  if (!has_members(made, 2)) return false;
+  plan.weights = PyTuple_GetItem(made, 1);
+  return has_members(plan.weights, 2) &&
+         copy(PyTuple_GetItem(made, 0), &plan.weights_call, sizeof plan.weights_call);
+}
+
 // Reads (FaCall, address of fa_cpu_run, brief, places, (shape of out, its strides), (bytes of the
-// normaliser, shape, strides, dtype), finish, what `read_gradient` reads or None).
+// normaliser, shape, strides, dtype), finish, what `read_weights` reads, what `read_gradient` reads
+// or None).
 bool read(PyObject* made, FastPlan& plan) {
-  if (!has_members(made, 8)) return false;
-  PyObject *call, *places, *gradient;
+  if (!has_members(made, 9)) return false;
+  PyObject *call, *places, *weights, *gradient;
   unsigned long long run;
   int brief;
-  if (!PyArg_ParseTuple(made, "SKpS(OO)(nOOO)OO", &call, &run, &brief, &places, &plan.shape,
+  if (!PyArg_ParseTuple(made, "SKpS(OO)(nOOO)OOO", &call, &run, &brief, &places, &plan.shape,
                         &plan.strides, &plan.normaliser, &plan.normaliser_shape,
-                        &plan.normaliser_strides, &plan.normaliser_dtype, &plan.finish, &gradient))
+                        &plan.normaliser_strides, &plan.normaliser_dtype, &plan.finish, &weights,
+                        &gradient) ||
+      !read_weights(weights, plan))
     return false;
   plan.run = reinterpret_cast<Run>(static_cast<uintptr_t>(run));
   plan.brief = brief;
@@ -360,10 +374,11 @@ bool read(PyObject* made, FastPlan& plan) {
 bool keep(FastPlan& plan) {
   PyObject* none = Py_None;
   const bool records = plan.recorded;
-  PyObject* owned = PyTuple_Pack(10, plan.shape, plan.strides, plan.normaliser_shape,
-                                 plan.normaliser_strides, plan.normaliser_dtype, plan.finish,
-                                 records ? plan.recorded : none, records ? plan.grads[0] : none,
-                                 records ? plan.grads[1] : none, records ? plan.grads[2] : none);
+  PyObject* owned =
+      PyTuple_Pack(11, plan.shape, plan.strides, plan.normaliser_shape, plan.normaliser_strides,
+                   plan.normaliser_dtype, plan.finish, plan.weights, records ? plan.recorded : none,
+                   records ? plan.grads[0] : none, records ? plan.grads[1] : none,
+                   records ? plan.grads[2] : none);
   if (!owned) return false;
   Py_DECREF(plan.owned);
   plan.owned = owned;
@@ -496,6 +511,23 @@ PyObject* record(const FastPlan& plan, const Path& path, const Call& given, PyOb
   return PyObject_CallObject(path.record, arguments.get());
 }
 
+// (out, the weights), by a second kernel. None if that refuses the call.
+PyObject* with_weights(const FastPlan& plan, const Path& path, const Call& given, PyObject* out,
+                       void* normaliser, char* wide) {
+  FaCall call;
+  std::memcpy(&call, &plan.weights_call, sizeof call);
+  put(plan, given.views, call, wide);
+  DLTensor d;
+  const Ref weights(empty(given.tensors[0], PyTuple_GetItem(plan.weights, 0),
+                          PyTuple_GetItem(plan.weights, 1), Py_None, d));
+  if (!weights) return nullptr;
+  call.params.v.data = nullptr;  // asks for no output
+  call.params.lse.data = normaliser;
+  call.params.weights.data = address(d);
+  const Answer answer = launch_plan(plan, path, call, FA_WEIGHTS);
+  return answer == kYes ? PyTuple_Pack(2, out, weights.get()) : none_if_no(answer);
+}
+
 // Allocates the results and runs the kernel. None if it refuses the call.
 PyObject* run(const FastPlan& plan, const Path& path, const Call& given, bool records) {
   const Ref kept(Py_NewRef(plan.capsule));  // other threads, which torch lets run, may replace it
@@ -518,6 +550,8 @@ PyObject* run(const FastPlan& plan, const Path& path, const Call& given, bool re
   if (kept_normaliser) call.params.lse.data = address(d);
   if (const Answer answer = launch_plan(plan, path, call, FA_FORWARD); answer != kYes)
     return none_if_no(answer);
+  if (plan.weights != Py_None)
+    return with_weights(plan, path, given, out.get(), call.params.lse.data, wide.data());
   if (!kept_normaliser) return out.release();
   Ref results(PyTuple_Pack(2, out.get(), normaliser.get()));
   if (!results) return nullptr;
@@ -550,7 +584,8 @@ Answer find_plan(PyObject* path_of_call, PyObject* const* args, Py_ssize_t n, Fo
   const Answer enabled = answer == kYes ? is_true(path.grad_enabled) : kNo;
   if (enabled == kError) answer = kError;
   Call& call = found.call;
-  if (answer == kYes) answer = yes_if(call.key.add(intptr_t(path_of_call)) && call.key.add(enabled));
+  if (answer == kYes)
+    answer = yes_if(call.key.add(intptr_t(path_of_call)) && call.key.add(enabled));
   for (Py_ssize_t i = 0; i < n - 1 && answer == kYes; ++i) answer = add(call, args[i], true, true);
   if (answer == kYes) answer = add_named(call, args[n - 1], path.numbers);
   if (answer != kYes) return answer;

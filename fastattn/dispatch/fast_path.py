@@ -31,7 +31,7 @@ from torch.autograd import forward_ad, profiler
 from torch.nn import functional as F
 
 from ..backends.native import libraries, marshalling
-from ..call.spec import ARGUMENTS, PUBLIC, Options, Tensors
+from ..call.spec import ARGUMENTS, PUBLIC, Options, Tensors, changed
 from . import context_parallel
 from .dispatcher import _observers, record
 from .operation import ATTENTION, plan
@@ -45,6 +45,7 @@ class Prepared(NamedTuple):
     o: Options
     out: Callable[[Tensor], Tensor] | None = None  # a view; None: as it is
     lse: Callable[[Tensor], Tensor] | None = None  # of the normaliser; None: it is not returned
+    weights: Options | None = None  # of the weights, which are returned, too; None: they are not
 
 
 # Makes the call of the arguments of `attend` after its path; None if that call takes the general
@@ -91,7 +92,7 @@ _NUMBERS = {name: at for at, name in enumerate(PUBLIC)}
 def _plan(prepared: Prepared, given: Mapping[str, Tensor]) -> Any:
     """What `read` in fast_path.h reads, or None if the general path has to run these calls. given:
     the caller's tensors, in the order in which `attend` gets them."""
-    t, o, view, lse = prepared
+    t, o, view, lse, weights = prepared
     tensors = {name: x for name, x in zip(Tensors._fields, t) if x is not None}
     # No tensor is a number of the plan, and none is made anew. A view of a tensor of the caller
     # lies where every tensor of that layout has such a view.
@@ -130,9 +131,20 @@ def _plan(prepared: Prepared, given: Mapping[str, Tensor]) -> Any:
         )
         for name, x in given.items()
     )
+    if weights is not None:
+        weights = _weights_plan(changed(t, v=None, normaliser=fast.normaliser), weights)
+        if weights is None or o.grad:
+            return None
     normaliser = fast.normaliser.nbytes, *_layout(fast.normaliser), fast.acc or None
     call = fast.call, fast.run, fast.brief, _packed("q", itertools.chain.from_iterable(places))
-    return *call, _layout(out), normaliser, lse, gradient
+    return *call, _layout(out), normaliser, lse, weights, gradient
+
+
+def _weights_plan(t: Tensors, o: Options) -> tuple[bytes, Any] | None:
+    """What `read_weights` in fast_path.h reads."""
+    spec, backend = plan(t, o, marshalling.kind(t))
+    of_backend = getattr(backend, "fast_weights", None)
+    return None if of_backend is None else of_backend(spec, t)
 
 
 def _views(x: Tensor, y: Tensor) -> bool:

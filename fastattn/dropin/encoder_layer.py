@@ -119,7 +119,7 @@ def _attended(
         rows = projected.view(*src.shape[:2], -1)
         at_once = attention._attend_at_once(rows, seq_first, causal)
         if at_once is not None:
-            return at_once.flatten(0, 1)
+            return at_once[0].flatten(0, 1)
     q, k, v = attention._split_heads(projected.unflatten(0, src.shape[:2]), seq_first)
     merged = attention._merge_masks(q, k, None if causal else mask, padding)
     out, _ = attention._attend(q, k, v, False, False, mask=merged, causal=causal)

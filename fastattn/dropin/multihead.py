@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from .. import api
 from ..call.need import need_dense
 from ..call.sizes import agree, holds
-from ..call.spec import TOKENS
+from ..call.spec import TOKENS, changed
 from ..dispatch import fast_path, torch_function
 from ..module_types import AsForward
 from . import nested, nested_heads
@@ -221,23 +221,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         seq_first = batched and not self.batch_first
         self._check_inputs(query, key, value, seq_first)
         projected = None
-        if query is key is value and not need_weights and self._takes_one_call(query):
+        if query is key is value and self._takes_one_call(query):
             no_mask = attn_mask is None and key_padding_mask is None
             projected = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-            out = self._attend_at_once(projected, seq_first, causal) if no_mask else None
-            if out is not None:
+            asked = causal, need_weights, average_attn_weights
+            found = self._attend_at_once(projected, seq_first, *asked) if no_mask else None
+            if found is not None:
+                out, weights = found
                 out = F.linear(out, self.out_proj.weight, self.out_proj.bias)
-                return out if batched else out.squeeze(0), None
+                return _as_given(out, weights, batched)
         q, k, v = self._project(query, key, value, seq_first, projected)
         mask = self._merge_masks(q, k, attn_mask, key_padding_mask)
         k, v, mask = self._append_keys(k, v, mask)
         out, weights = self._attend(
             q, k, v, need_weights, average_attn_weights, mask=mask, causal=causal
         )
-        out = self._project_out(out, seq_first)
-        if not batched:
-            out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
-        return out, weights
+        return _as_given(self._project_out(out, seq_first), weights, batched)
 
     # -- projections ---------------------------------------------------------------------------
 
@@ -329,14 +328,23 @@ class MultiheadAttention(nn.MultiheadAttention):
             and not torch.is_grad_enabled()
         )
 
-    def _attend_at_once(self, projected: Tensor, seq_first: bool, causal: bool) -> Tensor | None:
-        """The outputs of the heads side by side, (B, L, E) or (L, B, E), by one native call; None
-        if that does not take these.
+    def _attend_at_once(
+        self,
+        projected: Tensor,
+        seq_first: bool,
+        causal: bool,
+        need_weights: bool = False,
+        average: bool = True,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The outputs of the heads side by side, (B, L, E) or (L, B, E), and the weights, if they
+        are needed, by one native call; None if that does not take these.
 
         projected: (B, L, 3 E) or (L, B, 3 E).
         """
         of = projected, projected, projected
-        return fast_path.attend(_FAST, *of, self.num_heads, seq_first, causal, {})
+        how = self.num_heads, seq_first, causal, need_weights, average
+        found = fast_path.attend(_FAST, *of, *how, {})
+        return (found, None) if isinstance(found, Tensor) else found
 
     # -- attention -----------------------------------------------------------------------------
 
@@ -357,7 +365,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         out, normaliser = api.attend(q, k, v, **options)
         if not need_weights:
             return out, None
-        return out, api.weights_from(q, k, normaliser=normaliser, average_heads=average, **options)
+        return out, api.weights_from(
+            q, k, normaliser=normaliser, average_heads=bool(average), **options
+        )
 
     def _drawn(self, device: torch.device) -> dict[str, Any]:
         """The dropout options. The seed is drawn once, so that weights and output get the same
@@ -419,7 +429,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _prepare_fast(x: Tensor, *rest: Any) -> fast_path.Prepared:
-    _, _, heads, seq_first, causal, _ = rest
+    _, _, heads, seq_first, causal, need_weights, average, _ = rest
     x = x.view(*x.shape[:2], 3, heads, x.shape[2] // (3 * heads))
     q, k, v = (y.permute((1, 2, 0, 3) if seq_first else (0, 2, 1, 3)) for y in x.unbind(2))
     order = "MBH" if seq_first else TOKENS
@@ -428,10 +438,21 @@ def _prepare_fast(x: Tensor, *rest: Any) -> fast_path.Prepared:
         return out.permute((2, 0, 1, 3) if seq_first else (0, 2, 1, 3)).flatten(2)
 
     t, o = api.prepare(q, k, v, {"causal": causal}, orders=(order, order))
-    return fast_path.Prepared(t, o, side_by_side)
+    of_weights = changed(o, average_heads=bool(average), out_order=TOKENS, grad_order=TOKENS)
+    weights = of_weights if need_weights else None
+    return fast_path.Prepared(t, o, side_by_side, weights=weights)
 
 
-_FAST = fast_path.path(_prepare_fast, ["heads", "seq_first", "causal"])
+_FAST = fast_path.path(
+    _prepare_fast, ["heads", "seq_first", "causal", "need_weights", "average_attn_weights"]
+)
+
+
+def _as_given(out: Tensor, weights: Tensor | None, batched: bool) -> tuple[Tensor, Tensor | None]:
+    """The results, without the batch that `forward` adds to inputs of two dimensions."""
+    if batched:
+        return out, weights
+    return out.squeeze(0), None if weights is None else weights.squeeze(0)
 
 
 def check_mask_kinds(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:

@@ -50,7 +50,8 @@ class Library:
         form = bytes(range(256)) * (libraries.SIZE // 256 + 1)
         form, normaliser = form[: libraries.SIZE], (6000, (2, 3), (3, 1), None)
         out = (2, 3), (5, 1)
-        return form, self.address, True, places("q", "k", "v"), out, normaliser, None, None
+        where = places("q", "k", "v")
+        return form, self.address, True, where, out, normaliser, None, None, None
 
 
 def test_a_call_has_the_addresses_and_the_threads_of_its_own(one_thread):
@@ -199,10 +200,13 @@ def test_misuse_raises_and_does_not_crash():
         (*gradient[:2], (((), ()), ((), ()), (1, 2, 3)), *gradient[3:]),
         (*gradient[:3], torch.zeros(1, 1, 1, 1, 1), q, ()),
     ]
+    layout = (), ()
+    bad_weights = (), 3, (plan[0],), (plan[0][1:], layout), (3, layout), (plan[0], ((), (), ()))
     for bad in (
         *((plan[0][1:], *plan[1:]), plan[:3], "plan", (*plan[:5], "bytes", *plan[6:])),
         *((*plan[:3], x, *plan[4:]) for x in (places("q"), places(*"qkvqk"[:4]), behind, 3)),
-        *((*plan[:7], x) for x in bad_gradients),
+        *((*plan[:7], x, None) for x in bad_weights),
+        *((*plan[:8], x) for x in bad_gradients),
     ):
         with pytest.raises((ValueError, TypeError, IndexError, SystemError)):
             marshalling.attend(path_of(lambda *args, bad=bad: bad), q, k, v, {})

@@ -265,10 +265,18 @@ SOURCES = {  # (B, L, E), or without B
 }
 
 
+WEIGHTS = {
+    "no weights": dict(need_weights=False),
+    "mean weights": {},
+    "weights of heads": dict(average_attn_weights=False),
+}
+
+
 @pytest.mark.skipif(not hasattr(marshalling.extension, "attend"), reason="no extension")
+@pytest.mark.parametrize("asked", WEIGHTS)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("options", [{}, dict(batch_first=False), dict(bias=False)], ids=str)
-def test_self_attention_in_inference_is_one_native_call(options, source, monkeypatch):
+def test_self_attention_in_inference_is_one_native_call(options, source, asked, monkeypatch):
     found = []
 
     def attend(*args):
@@ -276,23 +284,40 @@ def test_self_attention_in_inference_is_one_native_call(options, source, monkeyp
         return found[-1]
 
     module = fastattn.MultiheadAttention(E, H, **dict(batch_first=True) | options).eval()
-    x = SOURCES[source](torch.randn(N, L, E))
-    mask = nn.Transformer.generate_square_subsequent_mask(
-        x.shape[-2] if x.dim() == 2 or module.batch_first else x.shape[0]
-    )
-    for given in ({}, dict(attn_mask=mask, is_causal=True)):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = SOURCES[source](torch.randn(N, L, E, dtype=dtype))
         with torch.inference_mode():
             monkeypatch.setattr(fast_path, "attend", attend)
-            out, weights = module(x, x, x, need_weights=False, **given)
+            results = module.to(dtype)(x, x, x, **WEIGHTS[asked])
             monkeypatch.setattr(fast_path, "attend", lambda *args: None)
-            expected, _ = module(x, x, x, need_weights=False, **given)
-        assert weights is None
-        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
-        assert out.shape == expected.shape
-    assert [y is not None for y in found] == [True, True]
+            expected = module(x, x, x, **WEIGHTS[asked])
+        how = dict(rtol=0.02, atol=0.02) if dtype.itemsize == 2 else dict(rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(results, expected, **how)
+        assert (results[1] is None) == (asked == "no weights")
+    assert len(found) == 3 and all(y is not None for y in found)
 
 
-@pytest.mark.parametrize("change", ["a gradient", "a mask", "weights", "other keys", "appended"])
+@pytest.mark.skipif(not hasattr(marshalling.extension, "attend"), reason="no extension")
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_causal_hint_is_one_native_call(batch_first, monkeypatch):
+    found = []
+
+    def attend(*args):
+        found.append(marshalling.attend(*args))
+        return found[-1]
+
+    monkeypatch.setattr(fast_path, "attend", attend)
+    module = fastattn.MultiheadAttention(E, H, batch_first=batch_first).eval()
+    x = torch.randn(N, L, E)
+    mask = nn.Transformer.generate_square_subsequent_mask(L if batch_first else N)
+    with torch.inference_mode():
+        out, _ = module(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)
+        expected, _ = module(x, x, x, attn_mask=mask)  # with weights a mask is not dropped
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    assert found[0] is not None
+
+
+@pytest.mark.parametrize("change", ["a gradient", "a mask", "other keys", "appended"])
 def test_other_calls_have_their_steps(change, monkeypatch):
     taken = []
     at_once = fastattn.MultiheadAttention._attend_at_once
@@ -306,5 +331,5 @@ def test_other_calls_have_their_steps(change, monkeypatch):
     key = x.clone() if change == "other keys" else x
     given = dict(attn_mask=torch.eye(L).bool()) if change == "a mask" else {}
     with torch.set_grad_enabled(change == "a gradient"):
-        module(x, key, key, need_weights=change == "weights", **given)
+        module(x, key, key, **given)
     assert not taken

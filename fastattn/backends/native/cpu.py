@@ -10,12 +10,22 @@ from torch import Tensor, get_num_threads
 
 from ...call.spec import DIFFERENTIABLE, AttentionSpec, Feature, Tensors
 from ...call.validation import DTYPES
-from ..base import BAD_INDEX, COMMON_FEATURES, Grads, Outs, Support, empty_dense, register
+from ..base import BAD_INDEX, COMMON_FEATURES, Grads, Layout, Outs, Support, empty_dense, register
 from ..shared.gathered_pages import Rows, sink_gradient
 from ..shared.per_sequence import backward_in_turn
 from ..shared.value_checks import check_values
 from . import libraries
-from .launcher import AFTER, PLACES, Launcher, Prepared, convert, in_grad_order, prepared, refused
+from .launcher import (
+    AFTER,
+    PLACES,
+    Launcher,
+    Prepared,
+    convert,
+    in_grad_order,
+    prepared,
+    refused,
+    with_heads,
+)
 from .marshalling import launch, pack
 from .score_mod_code import encode
 
@@ -78,6 +88,13 @@ class Cpu(Launcher):
             backward = pack(like.form, PLACES[libraries.BACKWARD], (*read, *given), 0)
         fast = call, backward, libraries.cpu().run_at, like.brief, widened
         return FastPlan(*fast, out, normaliser, like.acc, grads)
+
+    def fast_weights(self, spec: AttentionSpec, t: Tensors) -> tuple[bytes, Layout]:
+        """FaCall of the weights, where addresses count for nothing, and their layout."""
+        weights = self.empty_weights(spec, t)
+        given = *convert(spec, t), with_heads(spec, weights)
+        call = pack(prepared(spec).form, PLACES[libraries.WEIGHTS], given, 0)
+        return call, (tuple(weights.shape), weights.stride())
 
     def backward(
         self, spec: AttentionSpec, t: Tensors, outs: Outs, grads: Grads, needs_grad: Sequence[str]

@@ -75,11 +75,14 @@ class Launcher:
         self._launch(libraries.BACKWARD, prepared(spec), t, given)
         return _as_inputs(spec, made, t) if spec.given else made
 
-    def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
+    def empty_weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
         B, H, M, N = spec.B, spec.H, spec.M, spec.N
         shape = (B, M, N) if spec.average_heads else (B, H, M, N)
-        weights = empty(shape, dtype=spec.dtype, device=t.q.device)
-        self._launch(libraries.WEIGHTS, prepared(spec), t, (_with_heads(spec, weights),))
+        return empty(shape, dtype=spec.dtype, device=t.q.device)
+
+    def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
+        weights = self.empty_weights(spec, t)
+        self._launch(libraries.WEIGHTS, prepared(spec), t, (with_heads(spec, weights),))
         return weights
 
     def weights_backward(
@@ -90,7 +93,7 @@ class Launcher:
             for grad in grads.values():
                 grad.zero_()
         else:
-            given = (_with_heads(spec, dweights), *map(grads.get, DIFFERENTIABLE))
+            given = (with_heads(spec, dweights), *map(grads.get, DIFFERENTIABLE))
             self._launch(libraries.WEIGHTS_BACKWARD, prepared(spec), t, given)
         return _as_inputs(spec, grads, t) if spec.given else grads
 
@@ -267,7 +270,7 @@ def _as_inputs(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dic
     return grads
 
 
-def _with_heads(spec: AttentionSpec, weights: Tensor) -> Tensor:
+def with_heads(spec: AttentionSpec, weights: Tensor) -> Tensor:
     return weights[:, None] if spec.average_heads else weights
 
 
