@@ -41,10 +41,16 @@ struct Kernels {
 };
 
 // As long as lanes of rows would be half empty, lanes of columns are faster, measured, except for a
-// few rows on so few keys that there is next to nothing to read. All passes of a call get the same
-// answer, with values or without: they have the same roundings of scores.
+// few rows on so few keys that there is next to nothing to read. With vectors of 32 bytes they are
+// faster for up to as many rows as lanes, too, if long keys of a head do not stay in a near cache. All
+// passes of a call get the same answer, with values or without: they have the same roundings of
+// scores.
 inline __attribute__((always_inline)) bool has_few_rows(const Params& p, int64_t lanes) {
-  return !p.row_invariant && p.M <= lanes / 2 && (p.M == 1 || p.N * p.D > 128 * p.M);
+  const bool of_32_bytes = lanes == (p.q.dtype == FA_F64 ? 4 : 8);
+  const bool far = p.D >= 64 && p.N * p.D >= 1 << 16;
+  const int64_t most = of_32_bytes && far ? lanes : lanes / 2;
+  const bool worth = p.N * lanes > 48 * p.M && p.N * p.D > 128 * p.M;
+  return !p.row_invariant && p.M <= most && (p.M == 1 || worth);
 }
 
 }  // namespace fa

@@ -82,6 +82,15 @@ FA_INLINE Vec<E> load_some(const E* p, int64_t n) {
     v = (Vec<E>)_mm512_maskz_loadu_epi32(__mmask16((1u << n) - 1), p);
   else
     v = (Vec<E>)_mm512_maskz_loadu_epi64(__mmask8((1u << n) - 1), p);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(E) == 4) {
+    const __m256i below =
+        _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    v = (Vec<E>)_mm256_maskload_epi32(reinterpret_cast<const int*>(p), below);
+  } else {
+    const __m256i below = _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
+    v = (Vec<E>)_mm256_maskload_epi64(reinterpret_cast<const long long*>(p), below);
+  }
 #else
   std::memcpy(&v, p, n * sizeof(E));
 #endif

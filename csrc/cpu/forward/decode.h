@@ -132,9 +132,8 @@ struct Decode {
     else
       return stored_at(v, j, n, stored_size<S>(p.Dv), row_of_values(p.Dv), to);
   }
-  // Sums of most types read whole vectors.
   static int64_t row_of_values(int64_t Dv) {
-    return is_int4<S> ? stored_size<S>(Dv) : Sum::columns(Dv);
+    return is_int4<S> ? stored_size<S>(Dv) : Sum::numbers_of_row(Dv);
   }
   static Broadcast<S> stored_at(const KeyPlane& a, int64_t j, int64_t n, int64_t size, int64_t ld,
                                 S* to) {

@@ -149,17 +149,25 @@ struct FewRows {
 };
 
 // out is [rows][columns(Dv)], in an order that `natural` undoes. P is read from its key j on, V
-// from its beginning.
+// from its beginning. V is read in place, whatever Dv is: where it does not fill vectors, the last
+// one begins earlier and shares columns with the one before, so no row is read past its end.
 template <class Mul>
 struct WeightedSum {
   using R = typename Mul::Real;
   using Op = Operand<Mul>;
   static int64_t columns(int64_t Dv) { return round_up(Dv, kLanes<R>); }
+  // What a row of V must have: fewer than a vector are filled up with zeros. (Weights have no V.)
+  static int64_t numbers_of_row(int64_t Dv) {
+    return std::min(columns(Dv), std::max<int64_t>(Dv, kLanes<R>));
+  }
   template <class A>
   static Broadcast<R> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv, R* buf) {
-    return Op::across(v, j0, keys, Dv, true, buf);
+    const int64_t ld = numbers_of_row(Dv);
+    if (ld == Dv) return Op::along(v, j0, keys, Dv, buf);
+    copy_rows(v, j0, keys, 0, Dv, buf, ld);
+    return {buf, ld};
   }
-  static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv); }
+  static int64_t staged(int64_t keys, int64_t Dv) { return keys * numbers_of_row(Dv); }
   // P of `keys` keys as products read it, and the room that it needs for kLanes rows.
   using Weights = R;
   static constexpr int64_t kWeights = 0;
@@ -187,12 +195,15 @@ struct WeightedSum {
       }
   }
   template <int ROWS, int NV, class S>
-  static void rows(const R* p, Broadcast<S> v, int64_t keys, int64_t ldo, R* out,
+  static void rows(const R* p, Broadcast<S> v, int64_t keys, int64_t n, int64_t ldo, R* out,
                    const Later& later, int64_t c = 0) {
     constexpr int64_t step = NV * kLanes<R>;
-    for (; c + step <= ldo; c += step) block<ROWS, NV>(p, v, keys, c, out, ldo, later);
+    for (; c + step <= n; c += step) block<ROWS, NV>(p, v, keys, c, out, ldo, later);
+    if (c == ldo) return;
     if constexpr (NV > 1)
-      if (c < ldo) rows<ROWS, NV / 2>(p, v, keys, ldo, out, later, c);
+      rows<ROWS, NV / 2>(p, v, keys, n, ldo, out, later, c);
+    else  // the last columns, and as many before them as make a vector
+      block<ROWS, 1>(p, Broadcast<S>{v.data - (ldo - n), v.stride}, keys, c, out, ldo, later);
   }
   // `later` counts columns.
   template <class S = R>
@@ -203,15 +214,21 @@ struct WeightedSum {
 #else
     constexpr int many = 2;
 #endif
-    const int64_t ldo = columns(Dv);
+    const int64_t n = numbers_of_row(Dv), ldo = columns(Dv);
     p += j;
     int64_t r = 0;
     for (; r + 4 <= count; r += 4, later = {})
-      rows<4, many>(p + r * kTileKeys, v, keys, ldo, out + r * ldo, later);
+      rows<4, many>(p + r * kTileKeys, v, keys, n, ldo, out + r * ldo, later);
     for (; r < count; ++r, later = {})
-      rows<1, 2 * many>(p + r * kTileKeys, v, keys, ldo, out + r * ldo, later);
+      rows<1, 2 * many>(p + r * kTileKeys, v, keys, n, ldo, out + r * ldo, later);
   }
-  static void natural(const R* out, int64_t Dv, R* to) { std::copy_n(out, columns(Dv), to); }
+  static void natural(const R* out, int64_t Dv, R* to) {
+    const int64_t n = numbers_of_row(Dv), ldo = columns(Dv), W = kLanes<R>;
+    std::copy_n(out, ldo, to);
+    if (n == ldo) return;
+    std::copy_n(out + ldo - W, W, to + n - W);
+    std::fill(to + n, to + ldo, R(0));
+  }
 };
 
 #if defined(FA_BF16_PRODUCTS)
@@ -221,13 +238,18 @@ struct WeightedSum<PairedBf16> {
   using Op = Operand<PairedBf16>;
   static constexpr int64_t W = kLanes<float>;
   static int64_t columns(int64_t Dv) { return round_up(Dv, 2 * W); }
+  // A vector begins at an even column.
+  static int64_t numbers_of_row(int64_t Dv) {
+    return Dv >= 2 * W && Dv % 2 == 0 ? Dv : columns(Dv);
+  }
   template <class A>
   static Broadcast<int32_t> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv, int32_t* buf) {
-    if (columns(Dv) == Dv) return Op::along(v, j0, keys, Dv, buf);
-    copy_rows(v, j0, keys, 0, Dv, reinterpret_cast<uint16_t*>(buf), columns(Dv));
-    return {buf, columns(Dv) / 2};
+    const int64_t ld = numbers_of_row(Dv);
+    if (ld == Dv) return Op::along(v, j0, keys, Dv, buf);
+    copy_rows(v, j0, keys, 0, Dv, reinterpret_cast<uint16_t*>(buf), ld);
+    return {buf, ld / 2};
   }
-  static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv) / 2; }
+  static int64_t staged(int64_t keys, int64_t Dv) { return keys * numbers_of_row(Dv) / 2; }
 
   // `rows` rows and 2 G vectors of columns.
   template <int ROWS, int G>
@@ -260,12 +282,15 @@ struct WeightedSum<PairedBf16> {
       for (int g = 0; g < 2 * G; ++g) store(out + r * ldo + W * g, acc[r][g]);
   }
   template <int ROWS, int G>
-  static void rows(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys, int64_t ldo,
-                   float* out, const Later& later, int64_t c = 0) {
-    for (; c + 2 * W * G <= ldo; c += 2 * W * G)
+  static void rows(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys, int64_t n,
+                   int64_t ldo, float* out, const Later& later, int64_t c = 0) {
+    for (; c + 2 * W * G <= n; c += 2 * W * G)
       block<ROWS, G>(p, v + c / 2, ldv, keys, out + c, ldo, later, c);
+    if (c == ldo) return;
     if constexpr (G > 1)
-      if (c < ldo) rows<ROWS, G / 2>(p, v, ldv, keys, ldo, out, later, c);
+      rows<ROWS, G / 2>(p, v, ldv, keys, n, ldo, out, later, c);
+    else
+      block<ROWS, 1>(p, v + n / 2 - W, ldv, keys, out + c, ldo, later, c);
   }
   // P in pairs.
   using Weights = int32_t;
@@ -275,16 +300,20 @@ struct WeightedSum<PairedBf16> {
   }
   static FA_INLINE void add(const int32_t* p, int64_t j, Broadcast<int32_t> v, int64_t keys,
                             int64_t count, int64_t Dv, float* out, Later later = {}) {
-    const int64_t ldo = columns(Dv), ldp = kTileKeys / 2;
+    const int64_t n = numbers_of_row(Dv), ldo = columns(Dv), ldp = kTileKeys / 2;
     p += j / 2;
     int64_t r = 0;
     for (; r + 4 <= count; r += 4, later = {})
-      rows<4, 2>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo, later);
+      rows<4, 2>(p + r * ldp, v.data, v.stride, keys, n, ldo, out + r * ldo, later);
     for (; r < count; ++r, later = {})
-      rows<1, 4>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo, later);
+      rows<1, 4>(p + r * ldp, v.data, v.stride, keys, n, ldo, out + r * ldo, later);
   }
   static void natural(const float* out, int64_t Dv, float* to) {
-    for (int64_t c = 0; c < columns(Dv); ++c) to[column_in_eights(c)] = out[c];
+    const int64_t n = numbers_of_row(Dv), ldo = columns(Dv), last = ldo - 2 * W;
+    for (int64_t c = 0; c < ldo; ++c) to[column_in_eights(c)] = out[c];
+    if (n == ldo) return;
+    for (int64_t c = 0; c < 2 * W; ++c) to[n - 2 * W + column_in_eights(c)] = out[last + c];
+    std::fill(to + n, to + ldo, 0.0f);
   }
 };
 #endif
