@@ -151,8 +151,8 @@ struct Backward {
       if (!wait_for_turn(p, w.captured_turn + captured, task / parts)) return;
     }
     if (of.end > of.J0) {
-      const auto block = G::stage_keys(p, of.b, of.hk, of.J0, of.end, buf);
-      const auto k_across = summed_keys(plane(p.k, of.b, of.hk), of.J0, of.end - of.J0, p.D, buf);
+      const auto block = G::stage_keys(p, of.b, of.hk, of.J0, of.end, buf, true);
+      const auto k_across = summed_keys(p, of, block, buf);
       each_tile(p, w, of, [&](const Rows& rows, int64_t t, const Keys& seen) {
         if constexpr (G::kByParts)
           tile_by_parts(p, w, rows, t, seen, of.chunk, block, k_across, buf);
@@ -243,7 +243,7 @@ struct Backward {
     if (!G::of_weights(p)) {  // dV += dropout(P) dO
       const R* s = p.dropout_p > 0 ? buf.dropped : buf.s;
       const Broadcast<E> dout = Op::across(plane(p.dout, rows.b, rows.h), rows.i0, rows.count, p.Dv,
-                                           true, buf.dout_across);
+                                           true, buf.dout_across, true);
       accumulate_wide<Mul, Unit::along_k>(
           {Op::tile_along(s, keys.count, T::lanes, buf.along), T::lanes / pair}, dout.data,
           dout.stride, pairs_of_rows, keys.count, G::padded(p.Dv), buf.dv + first * G::padded(p.Dv),
@@ -251,7 +251,7 @@ struct Backward {
     }
     T::product_gradient(p, keys.count, buf.ds, buf.derivative);
     const Broadcast<E> q =
-        Op::across(plane(p.q, rows.b, rows.h), rows.i0, rows.count, p.D, true, buf.q_across);
+        Op::across(plane(p.q, rows.b, rows.h), rows.i0, rows.count, p.D, true, buf.q_across, true);
     accumulate_wide<Mul, Unit::along_k>(  // dK += scale dS Q
         {Op::tile_along(buf.ds, keys.count, T::lanes, buf.along), T::lanes / pair}, q.data,
         q.stride, pairs_of_rows, keys.count, G::padded(p.D), buf.dk + first * G::padded(p.D),
@@ -266,13 +266,17 @@ struct Backward {
   }
 
   // K as dQ += dS^T K reads it, summed along the keys.
-  static auto summed_keys(const Plane& k, int64_t J0, int64_t count, int64_t D,
+  static auto summed_keys(const Params& p, const KeysTask& of, const typename G::Block& block,
                           const Buffers& buf) {
+    const Plane k = plane(p.k, of.b, of.hk);
+    const int64_t count = of.end - of.J0;
     if constexpr (G::kByParts) {
-      Op::turned(k, J0, count, D, buf.k_across, buf.rows);
+      Op::turned(k, of.J0, count, p.D, buf.k_across, buf.rows);
       return buf.k_across;
+    } else if constexpr (G::kSameKeys) {
+      return block.k;
     } else {
-      return Op::across(k, J0, count, D, true, buf.k_across);
+      return Op::across(k, of.J0, count, p.D, true, buf.k_across);
     }
   }
 

@@ -69,7 +69,7 @@ struct Second {
     if (of.end > of.J0) {
       const auto block = G::stage_keys(p, of.b, of.hk, of.J0, of.end, buf);
       const auto across = [&](const FaTensor& x, R* to) {
-        return Op::across(plane(x, of.b, of.hk), of.J0, of.end - of.J0, p.D, true, to);
+        return Op::across(plane(x, of.b, of.hk), of.J0, of.end - of.J0, p.D, true, to, true);
       };
       const Broadcast<R> k = across(p.k, buf.k_across);
       Broadcast<R> k_t{};
@@ -113,7 +113,7 @@ struct Second {
     const auto add_rows = [&](const R* tile, const FaTensor& x, int64_t columns, R* room, R* sum,
                               R factor) {
       const Broadcast<R> across =
-          Op::across(plane(x, rows.b, rows.h), rows.i0, rows.count, columns, true, room);
+          Op::across(plane(x, rows.b, rows.h), rows.i0, rows.count, columns, true, room, true);
       const int64_t ld = G::padded(columns);
       accumulate_wide<Plain<R>, Unit::along_k>({tile, T::lanes}, across.data, across.stride,
                                                rows.count, keys.count, ld, sum + first * ld, ld,

@@ -31,11 +31,11 @@ struct Gradient {
   }
 
   // Few keys and many rows (cross-attention, grouped heads) give few blocks of keys to distribute:
-  // then the rows are split, too, into segments of at least four tiles. The rule does not depend on
-  // B, H or threads, so neither does the order of a sum.
+  // then the rows are split, too, into segments of at least four tiles and 256 rows. The rule does
+  // not depend on B, H or threads, so neither does the order of a sum.
   static int64_t segments(const Params& p) {
     const int64_t group = p.Hk ? p.H / p.Hk : 0, few = most(1, chunks(p));
-    return most(1, least(group * tiles(p) / 4, 16 / few));
+    return most(1, least(group * tiles(p) / most(4, 256 / kRows), 16 / few));
   }
 
   // The gradient of captured numbers is summed in so many parts: the number depends on the call
@@ -130,11 +130,11 @@ struct Gradient {
     const int64_t d = padded(p.D), dv = padded(p.Dv);
     b.k = take.array<E>(keys * d / pair);
     b.v = take.array<E>(keys * dv / pair);
-    b.k_across = take.array<E>(keys * d / pair);
+    b.k_across = take.array<E>(keys * (d / pair + kSpare<E>));
     b.q = take.array<E>(d / pair * lanes);
     b.dout = take.array<E>(dv / pair * lanes);
-    b.q_across = take.array<E>(kByParts ? 0 : lanes * d / pair);
-    b.dout_across = take.array<E>(kByParts ? 0 : lanes * dv / pair);
+    b.q_across = take.array<E>(kByParts ? 0 : lanes * (d / pair + kSpare<E>));
+    b.dout_across = take.array<E>(kByParts ? 0 : lanes * (dv / pair + kSpare<E>));
     b.rows = take.array<E>(Sizes<Mul>::staged * std::max({d, dv, keys}));
     b.s = take.array<R>(tile);
     b.ds = take.array<R>(tile);
@@ -166,8 +166,11 @@ struct Gradient {
     int64_t J0;
     Broadcast<E> k, v;
   };
+  // True if K is the same operand for the scores and for dQ.
+  static constexpr bool kSameKeys = !kByParts && pair == 1;
+  // `summed`: K is an operand of dQ, too, for all rows.
   static Block stage_keys(const Params& p, int64_t b, int64_t hk, int64_t J0, int64_t end,
-                          const Buffers& buf) {
+                          const Buffers& buf, bool summed = false) {
     Block block{J0, {}, {}};
     const int64_t count = std::min(J0 + kTileKeys, end) - J0;
     const auto along = [&](const FaTensor& t, int64_t d, E* to, [[maybe_unused]] uint8_t* unfit) {
@@ -176,7 +179,12 @@ struct Gradient {
       else
         return Op::along(plane(t, b, hk), J0, count, d, to);
     };
-    block.k = along(p.k, p.D, buf.k, buf.k_unfit);
+    if constexpr (kSameKeys)
+      if (summed) {
+        const bool often = p.H / p.Hk * tiles(p) >= 4;
+        block.k = Op::across(plane(p.k, b, hk), J0, count, p.D, true, buf.k_across, often);
+      }
+    if (!summed || !kSameKeys) block.k = along(p.k, p.D, buf.k, buf.k_unfit);
     if (!of_weights(p)) block.v = along(p.v, p.Dv, buf.v, buf.v_unfit);
     return block;
   }

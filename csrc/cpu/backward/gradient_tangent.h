@@ -48,12 +48,12 @@ struct GradientTangent : Gradient<Plain<R_>> {
       return wanted ? take.array<R>(n) : nullptr;
     };
     b.k_t = array(p.k_t.data, keys * d);
-    b.k_t_across = array(p.k_t.data, keys * d);
+    b.k_t_across = array(p.k_t.data, keys * (d + kSpare<R>));
     b.v_t = array(p.v_t.data, keys * dv);
     b.q_t = array(p.q_t.data, lanes * d);
-    b.q_t_across = array(p.q_t.data, lanes * d);
+    b.q_t_across = array(p.q_t.data, lanes * (d + kSpare<R>));
     b.dout_t = array(p.dout_t.data, lanes * dv);
-    b.dout_t_across = array(p.dout_t.data, lanes * dv);
+    b.dout_t_across = array(p.dout_t.data, lanes * (dv + kSpare<R>));
     for (R** x : {&b.s_t, &b.dp_t, &b.ds_t}) *x = take.array<R>(keys * lanes);
     b.second = has_derivative(p) ? take.array<R>(keys * lanes) : nullptr;
     return take.used;

@@ -131,7 +131,7 @@ struct Operand<QuadBf16> {
   }
   template <class A>
   static Broadcast<int64_t> across(const A& a, int64_t r0, int64_t rows, int64_t columns, bool,
-                                   int64_t* buf) {
+                                   int64_t* buf, bool = false) {
     const int64_t ld = round_up(columns, kLanes<float>);
     uint16_t copies[4][kMost];
     for (int64_t r = 0; r < rows; r += 4) {

@@ -56,6 +56,10 @@ void transpose(const E* src, int64_t ld, int64_t rows, int64_t columns, E* dst, 
   each_column(src, ld, rows, columns, [&](int64_t c, Vec<E> x) { store(dst + c * ldd, x); });
 }
 
+// What a row is longer by so that rows do not collide: a line of a cache.
+template <class E>
+constexpr int64_t kSpare = kSmallCache ? 64 / sizeof(E) : 0;
+
 template <class Mul>
 struct Operand;
 
@@ -67,13 +71,15 @@ struct Operand<Plain<R>> {
     copy_rows(a, r0, rows, 0, columns, buf, columns);
     return {buf, columns};
   }
-  // With `padded`, the columns are filled with zeros up to whole vectors.
+  // With `padded`, the columns are filled with zeros up to whole vectors. Rows that are read `often`
+  // are copied if they collide: `buf` has room for kSpare more numbers a row.
   template <class A>
   static Broadcast<R> across(const A& a, int64_t r0, int64_t rows, int64_t columns, bool padded,
-                             R* buf) {
-    const int64_t ld = padded ? round_up(columns, kLanes<R>) : columns;
-    if (readable_in_place<R>(a) && ld == columns && a.one_block(r0, rows))
-      return {in_place<R>(a, r0), a.row};
+                             R* buf, bool often = false) {
+    int64_t ld = padded ? round_up(columns, kLanes<R>) : columns;
+    const bool here = readable_in_place<R>(a) && ld == columns && a.one_block(r0, rows);
+    if (here && !(often && collide<R>(a.row))) return {in_place<R>(a, r0), a.row};
+    if (often && collide<R>(ld)) ld += kSpare<R>;
     copy_rows(a, r0, rows, 0, columns, buf, ld);
     return {buf, ld};
   }
@@ -118,7 +124,7 @@ struct Operand<PairedBf16> {
   }
   template <class A>
   static Broadcast<int32_t> across(const A& a, int64_t r0, int64_t rows, int64_t columns, bool,
-                                   int32_t* buf) {
+                                   int32_t* buf, bool = false) {
     const int64_t ld = round_up(columns, W);
     uint16_t row[2][FA_CPU_MAX_HEAD_DIM + W];
     for (int64_t r = 0; r < rows; r += 2) {

@@ -85,7 +85,7 @@ struct Forward {
     b.s = take.array<R>(keys * lanes);
     b.rescale = take.array<R>(lanes);
     b.k = take.array<E>(keys * ((p.D + pair - 1) / pair));
-    b.v = take.array<E>(keys / pair * round_up(p.Dv, kLanes<R>));
+    b.v = take.array<E>(keys / pair * (round_up(p.Dv, kLanes<R>) + kSpare<E>));
     b.p = take.array<E>(pair == 1 ? 0 : keys / pair * lanes);
     b.rows = take.array<E>(kLanes<E> * p.D);
     b.score = ScoreScratch<R>::of(take, p, p.mask.data ? keys * kLanes<R> : 0);
@@ -214,6 +214,8 @@ struct Forward {
     const Rows &first = buf.state[0].rows, &last = buf.state[tiles - 1].rows;
     const int64_t b = first.b, hk = key_head(p, first.h);
     const KeyRange seen = key_range(p, b, first.i0, last.end());
+    // Measured: with fewer tiles, or shorter rows, a copy costs what it gains.
+    const bool often = tiles == kMostTiles && p.Dv * sizeof(R) >= 1024;
     UnmaskedKeys<kMostTiles> visible;
     const auto each_due = [&](auto f) {
       for (int64_t t = 0; t < tiles; ++t)
@@ -233,7 +235,8 @@ struct Forward {
         if (!any) continue;
         const int64_t count = std::min(J0 + kTileKeys, seen.hi) - J0;
         const Broadcast<E> k = Op::along(keys_of(p, b, hk), J0, count, p.D, buf.k);
-        const Broadcast<E> v = Op::across(values_of(p, b, hk), J0, count, p.Dv, false, buf.v);
+        const Broadcast<E> v =
+            Op::across(values_of(p, b, hk), J0, count, p.Dv, false, buf.v, often);
         each_due([&](State& st, int64_t t) {
           const Keys& keys = visible.of[t];
           if (keys.count <= 0) return;
