@@ -44,7 +44,7 @@ def _lowered(operator: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any
         return whole(*args, **kwargs)
     made = whole(*_by_position(operator._schema.arguments, args, kwargs))
     if made[0].get_device().type == "cpu":
-        # A torch whose graphs have no such nodes keeps the operator.
+        # Where a torch has no such nodes, the operator stays.
         nodes: Sequence[Any] = getattr(V.graph, "operations", ())
         for node in [x for x in nodes if getattr(x, "op_overload", None) is operator][-1:]:
             node.python_kernel_name = f"torch.ops.{operator}.direct"
