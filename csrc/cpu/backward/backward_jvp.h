@@ -67,16 +67,14 @@ struct Second {
     const typename B::KeysTask of(p, task);
     B::begin_keys(p, of, buf);
     if (of.end > of.J0) {
-      const auto block = G::stage_keys(p, of.b, of.hk, of.J0, of.end, buf);
-      const auto across = [&](const FaTensor& x, R* to) {
-        return Op::across(plane(x, of.b, of.hk), of.J0, of.end - of.J0, p.D, true, to, true);
-      };
-      const Broadcast<R> k = across(p.k, buf.k_across);
+      const auto block = G::stage_keys(p, of.b, of.hk, of.J0, of.end, buf, true);
       Broadcast<R> k_t{};
-      if (buf.k_t) k_t = across(p.k_t, buf.k_t_across);
+      if (buf.k_t)
+        k_t = Op::across(plane(p.k_t, of.b, of.hk), of.J0, of.end - of.J0, p.D, true,
+                         buf.k_t_across, true);
       B::each_tile(p, w, of, [&](const Rows& rows, int64_t t, const Keys& seen) {
         with_vectors<R>(rows.count, [&](auto nv) {
-          tile<decltype(nv)::value>(p, w, rows, t, seen, of.chunk, block, k, k_t, buf);
+          tile<decltype(nv)::value>(p, w, rows, t, seen, of.chunk, block, k_t, buf);
         });
       });
     }
@@ -85,7 +83,7 @@ struct Second {
 
   template <int NV>
   static void tile(const Params& p, const typename G::Workspace& w, const Rows& rows, int64_t t,
-                   const Keys& keys, int64_t chunk, const typename G::Block& block, Broadcast<R> k,
+                   const Keys& keys, int64_t chunk, const typename G::Block& block,
                    Broadcast<R> k_t, const Buffers& buf) {
     using T = Tile<R, NV>;
     using V = Vec<R>;
@@ -130,7 +128,7 @@ struct Second {
           G::padded(p.D), B::dq_row(p, w, rows, 0), B::dq_stride(p), scale_of<R>(p, rows.h));
     };
     if (!wait_for_turn(p, w.turn + index, chunk)) return;
-    add_keys(buf.ds_t, k);
+    add_keys(buf.ds_t, block.k);
     if (k_t.data) add_keys(buf.ds, k_t);
     pass_turn(w.turn + index, chunk);
   }

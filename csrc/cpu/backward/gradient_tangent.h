@@ -63,8 +63,8 @@ struct GradientTangent : Gradient<Plain<R_>> {
     Broadcast<R> k_t, v_t;  // null if zero
   };
   static Block stage_keys(const Params& p, int64_t b, int64_t hk, int64_t J0, int64_t end,
-                          const Buffers& buf) {
-    Block block{G::stage_keys(p, b, hk, J0, end, buf), {}, {}};
+                          const Buffers& buf, bool summed = false) {
+    Block block{G::stage_keys(p, b, hk, J0, end, buf, summed), {}, {}};
     const int64_t count = std::min(J0 + kTileKeys, end) - J0;
     if (buf.k_t) block.k_t = Op::along(plane(p.k_t, b, hk), J0, count, p.D, buf.k_t);
     if (buf.v_t) block.v_t = Op::along(plane(p.v_t, b, hk), J0, count, p.Dv, buf.v_t);
