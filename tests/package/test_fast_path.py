@@ -39,18 +39,24 @@ class Dispatch(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def spied(monkeypatch, module, name):
+    """A list to which each call of a function of the extension, which `module` imported, adds
+    whether the fast path ran it."""
+    found = []
+
+    def function(*args):
+        result = getattr(marshalling, name)(*args)
+        found.append(result is not None)
+        return result
+
+    monkeypatch.setattr(module, name, function)
+    return found
+
+
 @pytest.fixture
 def ran(monkeypatch):
     """A list to which each call adds whether the fast path ran it."""
-    found = []
-
-    def attend(*args):
-        out = marshalling.attend(*args)
-        found.append(out is not None)
-        return out
-
-    monkeypatch.setattr(fast_path, "attend", attend)
-    return found
+    return spied(monkeypatch, fast_path, "attend")
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 import fastattn
-from fastattn.backends.native import marshalling
 from fastattn.call.spec import Options, Tensors
 from fastattn.dispatch import fast_path
 from fastattn.dispatch.operation import ATTENTION, BACKWARD, FORWARD
@@ -19,6 +18,7 @@ from tests.package.test_fast_path import (
     pytestmark,  # noqa: F401
     ran,  # noqa: F401
     same,
+    spied,
     tensors,
 )
 from tests.support.cases import DTYPES
@@ -27,15 +27,7 @@ from tests.support.cases import DTYPES
 @pytest.fixture
 def ran_backward(monkeypatch):
     """A list to which each backward adds whether the fast path ran it."""
-    found = []
-
-    def differentiate(*args):
-        grads = marshalling.differentiate(*args)
-        found.append(grads is not None)
-        return grads
-
-    monkeypatch.setattr(fast_path, "differentiate", differentiate)
-    return found
+    return spied(monkeypatch, fast_path, "differentiate")
 
 
 def operator(which):

@@ -23,6 +23,7 @@ from tests.package.test_fast_path import (
     pytestmark,  # noqa: F401
     ran,  # noqa: F401
     same,
+    spied,
     tensors,
     torchs,
 )
@@ -32,15 +33,7 @@ from tests.support.cases import DTYPES
 @pytest.fixture
 def ran_backward(monkeypatch):
     """A list to which each backward of a call that the fast path ran adds whether it ran that."""
-    found = []
-
-    def gradients(*args):
-        grads = marshalling.gradients(*args)
-        found.append(grads is not None)
-        return grads
-
-    monkeypatch.setattr(dispatcher, "gradients", gradients)
-    return found
+    return spied(monkeypatch, dispatcher, "gradients")
 
 
 def leaves(*given, which="qkv"):
