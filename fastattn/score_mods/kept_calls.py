@@ -3,12 +3,13 @@
 To trace two functions and to lower their programs takes some hundred microseconds. The result is
 kept by all that the functions use: their code, the numbers and strings in their closures, defaults
 and globals, the functions that they call, and the dtypes and shapes of the tensors that they
-capture. The elements of these are read anew in each call.
+capture. The elements of these are read anew in each call. Where they decide more than numbers of
+the program (lengths and slopes that are recognised, classes of blocks), a copy of them is kept, and
+what is kept serves a call whose elements equal it.
 
 Nothing is kept of functions that use anything else (an object, a list, a module that is not torch's
 or Python's), that look at an element of a captured tensor while they are traced, or that capture a
-tensor with a gradient; nor where the elements of captured tensors decide more than numbers of the
-program: lengths and slopes that are recognised, and classes of blocks.
+tensor with a gradient.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class _Kept(NamedTuple):
     places: tuple[int, ...]  # of the call's tensors among those that the functions use
     joins: tuple[int, ...]  # the call's tensors that `lowered` has, in order
     extremes: Ints  # of these
+    elements: tuple[Tensor, ...]  # copies of the call's tensors, if all must be the same
     held: list[object]  # the key has their addresses
 
 
@@ -127,7 +129,7 @@ def _make(
 
 
 def _keep(made: Made, uses: _Uses) -> _Kept | None:
-    """None if elements of captured tensors decide more than the numbers of `joined`."""
+    """None if captured tensors may be views of one, or what would be kept is large."""
     call, rest, lowered = made
     found = [uses.place(x) for x in call.tensors]
     places = tuple(x for x in found if x is not None)
@@ -136,9 +138,9 @@ def _keep(made: Made, uses: _Uses) -> _Kept | None:
         return None
     structure = call.structure
     constants = structure.alibi, structure.key_lengths, lowered and lowered.blocks
-    if structure.of_elements or (places and any(x is not None for x in constants)):
-        return None
-    if sum(x.numel() for x in constants if x is not None) > MOST_NUMBERS:
+    decide = structure.of_elements or any(x is not None for x in constants)
+    decided = call.tensors if decide else ()
+    if sum(x.numel() for x in (*constants, *decided) if x is not None) > MOST_NUMBERS:
         return None
     values = (x for p in (rest.score, rest.mask) if p is not None for x in p.values)
     joins = sorted({x.tensor for x in values if x.tensor is not None}) if lowered else []
@@ -146,21 +148,32 @@ def _keep(made: Made, uses: _Uses) -> _Kept | None:
     if lowered is not None and joins:
         lowered = lowered._replace(floats=None, ints=None)
     bare = Made(call._replace(tensors=()), rest, lowered)
-    return _Kept(bare, places, tuple(joins), of_joins, uses.held)
+    elements = tuple(x.clone() for x in decided)
+    return _Kept(bare, places, tuple(joins), of_joins, elements, uses.held)
 
 
 def _again(kept: _Kept, uses: _Uses, about: About) -> Made | None:
     """What is kept, with the elements that captured tensors have now. None if they do not fit."""
-    (call, rest, lowered), places, joins, of_joins, _ = kept
+    (call, rest, lowered), places, joins, of_joins, elements, _ = kept
     if not places:
         return kept.made
     tensors = tuple(uses.tensors[x] for x in places)
+    if not all(map(_same_bits, tensors, elements)):
+        return None
     if of_joins and extremes({x: tensors[x] for x in joins}) != of_joins:
         return None
     if lowered is not None:
         floats, ints = joined([tensors[x] for x in joins], about.dtype)
         lowered = lowered._replace(floats=floats, ints=ints)
     return Made(call._replace(tensors=tensors), rest, lowered)
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    """Both have one shape and dtype. Bits, because 0.0 equals -0.0 and NaN not itself."""
+    if x.is_floating_point():
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+        x, y = x.view(bits), y.view(bits)
+    return torch.equal(x, y)
 
 
 class _NotKnown(Exception):

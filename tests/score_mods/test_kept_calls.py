@@ -533,7 +533,7 @@ def test_gradients_of_captured_tensors(traced):
 
 
 def test_slopes_and_lengths_that_are_recognised(traced):
-    """Their values become arguments of the call."""
+    """Their values become arguments of the call: for other ones the functions are traced anew."""
     slopes, lengths = torch.tensor([0.5, 0.25, 1.0]), torch.tensor([3, 7])
 
     def alibi(s, b, h, i, j):
@@ -542,17 +542,39 @@ def test_slopes_and_lengths_that_are_recognised(traced):
     def padding(s, b, h, i, j):
         return torch.where(j < lengths[b], s, -math.inf)
 
-    for n in (3, 5, 7):
+    for n in (3, 5, 7, 3):
         slopes.mul_(1.5)
         lengths[0] = n
-        attend(alibi)
-        attend(padding)
-        out = fastattn.attention(Q, K, V, mask_mod=lambda b, h, i, j: j < lengths[b])
-        right(out, padding)
+        for _ in range(2):
+            traced.clear()
+            attend(alibi)
+            attend(padding)
+            out = fastattn.attention(Q, K, V, mask_mod=lambda b, h, i, j: j < lengths[b])
+            right(out, padding)
+        assert not traced
+    fastattn.attention(Q, K, V, score_mod=lambda s, b, h, i, j: s - slopes.neg()[h] * (i - j))
+    slopes, lengths = slopes.clone(), lengths.clone()
+    traced.clear()
+    attend(alibi)
+    attend(padding)
+    assert not traced
+
+
+def test_signs_of_zeros_that_decide_lengths(traced):
+    x = torch.zeros(B)
+
+    def shown(b, h, i, j):
+        return 2.5 > j - 9 * torch.sign(1 / x[b])
+
+    for zero in (0.0, -0.0, 0.0):
+        x.fill_(zero)
+        found = fastattn.attention(Q, K, V, mask_mod=shown)
+        assert found.any() == (math.copysign(1, zero) > 0)
 
 
 def test_classes_of_blocks(traced):
-    """Those of captured documents are found in each call; those of indices alone are kept."""
+    """Those of captured documents are found for each of their values; those of indices alone are
+    kept."""
     q, k, v = torch.randn(3, 1, 1, 256, 8).unbind(0)
     documents = torch.arange(256) // 100
 
@@ -564,7 +586,9 @@ def test_classes_of_blocks(traced):
         found = fastattn.attention(q, k, v, mask_mod=shown)
         mask = (documents[:, None] == documents) & torch.ones(256, 256).tril().bool()
         torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, mask))
-    before = len(traced)
+        before = len(traced)
+        assert torch.equal(found, fastattn.attention(q, k, v, mask_mod=shown))
+        assert len(traced) == before
     for _ in range(3):
         found = fastattn.attention(q, k, v, mask_mod=lambda b, h, i, j: i % 64 >= j % 64)
         mask = (torch.arange(256) % 64)[:, None] >= torch.arange(256) % 64
@@ -586,16 +610,20 @@ def test_errors_are_raised_in_each_call(traced):
         fastattn.attention(Q[..., :3], K, V, score_mod=made(1.0))
 
 
-def test_captured_tensors_are_not_held():
+def test_captured_tensors_are_not_held(traced):
     import gc
     import weakref
 
-    table = torch.randn(100)
+    table, slopes = torch.randn(100), torch.rand(H)
     fastattn.attention(Q, K, V, score_mod=made(1.0, table))
-    gone = weakref.ref(table)
-    del table
+    fastattn.attention(Q, K, V, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
+    kept = [x.made.call.structure.alibi for x in kept_calls._kept.values()]
+    assert all(x is None or x.data_ptr() != slopes.data_ptr() for x in kept)
+    gone = [weakref.ref(table), weakref.ref(slopes)]
+    traced.clear()
+    del table, slopes
     gc.collect()
-    assert gone() is None
+    assert all(x() is None for x in gone)
 
 
 def test_the_number_of_kept_calls_is_bounded(traced):
