@@ -2,8 +2,8 @@
 
 torch's layer has fused steps in eval mode only where it may bypass the forward of its self_attn,
 which `convert` prevents. This class has such steps around our attention. Heads are views of one
-projection, the activation and the residuals change the products in place, and a product of few rows
-has the weight as its first factor. Rounding may differ in float32; other dtypes have the same bits.
+projection, and the activation and the residuals change the products in place. Rounding may differ
+in float32; other dtypes have the same bits.
 
 Every other call is torch's forward, which calls the submodules: in training, with a gradient,
 under autocast, while torch traces or transforms, with nested tensors, and if a submodule is not of
@@ -37,7 +37,6 @@ _SUBMODULES = {
 }
 _WITH_PARAMETERS = ("linear1", "linear2", "norm1", "norm2")
 _METHODS = ("forward", "_sa_block", "_ff_block")  # an instance may have its own
-_FEW = range(16, 49)  # rows
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -87,7 +86,7 @@ def _run(
     attention: Any = layer.self_attn
     x = src.flatten(0, 1)
     y = _normalised(x, layer.norm1) if layer.norm_first else x
-    y = _product(y, attention.in_proj_weight, attention.in_proj_bias).contiguous()
+    y = _product(y, attention.in_proj_weight, attention.in_proj_bias)
     y = _attended(attention, src, y, mask, padding, is_causal)
     x = _added(x, y, attention.out_proj)
     if not layer.norm_first:
@@ -128,7 +127,7 @@ def _attended(
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, in a new tensor, which is the transpose of a contiguous one if the rows are few.
+    """F.linear, in a new tensor.
 
     In float32 the bias is added to the product: F.linear copies it to every row first, and the
     product then reads it from memory, 1.02 times the time of a layer of 49 to 96 rows. In 16 bits
@@ -136,23 +135,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if x.dtype != torch.float32:
         return F.linear(x, weight, bias)
-    if _are_few(x):
-        y = torch.mm(weight, x.t().contiguous())
-        return (y if bias is None else y.add_(bias[:, None])).t()
     y = torch.mm(x, weight.t())
     return y if bias is None else y.add_(bias)
 
 
 def _added(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
     """x + linear(y), in a new tensor."""
-    return _product(y, linear.weight, linear.bias).contiguous().add_(x)
-
-
-def _are_few(x: Tensor) -> bool:
-    """True if MKL multiplies faster with the weight as the first factor: 1.2 times at 32 rows, if
-    the weights come from memory. At 64 rows and more the transposed results cost what that saves.
-    """
-    return x.size(0) in _FEW and torch.backends.mkl.is_available()
+    return _product(y, linear.weight, linear.bias).add_(x)
 
 
 def _normalised(x: Tensor, norm: nn.LayerNorm) -> Tensor:
