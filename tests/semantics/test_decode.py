@@ -6,7 +6,7 @@ import torch
 
 import fastattn
 from fastattn.backends.native import libraries
-from tests.support.backends import every_backend, of_cpu_blocks, variant
+from tests.support.backends import every_backend, of_cpu_blocks, on_variants, variant
 from tests.support.cases import PLAIN, Dims, build
 
 pytestmark = [of_cpu_blocks, pytest.mark.usefixtures("one_thread")]
@@ -52,3 +52,35 @@ def test_sixteen_bits_give_the_bits_of_the_same_numbers_in_float32(dtype, shape,
             out, lse = fastattn.attention(q, k, v, **given)
             wide, expected = fastattn.attention(q.float(), k.float(), v.float(), **given)
         assert torch.equal(lse, expected) and torch.equal(out, wide.to(dtype)), isa
+
+
+def masks(rows, keys, dtype):
+    """By name: of each row and head, of a head's rows, of an item's keys, with keys far apart."""
+    generator = torch.Generator().manual_seed(3)
+    of_rows = torch.randn(2, 4, rows, keys, generator=generator).to(dtype)
+    of_rows[of_rows > 1] = -torch.inf
+    yield "float", of_rows
+    yield "bool", of_rows > 0
+    yield "shared by heads", of_rows[:, :1].contiguous()
+    yield "padding", of_rows[:, :1, :1].contiguous()
+    yield "keys apart", of_rows.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("dtype", (*WIDENING, torch.float32, torch.float64), ids=str)
+def test_a_mask_alone_has_the_bits_that_it_has_beside_another_feature(dtype, rows):
+    """A mask alone acts on rows of scores; beside slopes, here of 0, scores are turned for both."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = (4, rows), (2, 333), (2, 333), (4, rows)
+    q, k, v, dout = (torch.randn(2, h, n, 20, generator=generator).to(dtype) for h, n in shapes)
+    slopes = torch.zeros(4)
+
+    def results(mask, **given):
+        inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in (q, k, v, mask)]
+        out = fastattn.attention(*inputs[:3], mask=inputs[3], backend="cpu", **given)
+        return [out, *torch.autograd.grad(out, [x for x in inputs if x.requires_grad], dout)]
+
+    for isa in on_variants("cpu", dtype):
+        for name, mask in masks(rows, 333, dtype):
+            for x, y in zip(results(mask), results(mask, alibi_slopes=slopes)):
+                assert torch.equal(x, y), (isa, name)

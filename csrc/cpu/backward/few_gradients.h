@@ -203,12 +203,7 @@ struct FewGradients {
                         Normaliser<R> normaliser, const R* delta, const Scores& at,
                         const Buffers& buf) {
     const int64_t end = round_up(keys.count, Few::kPadded);
-    if (!T::plain(p, rows, keys)) {
-      transpose(at.s, kTileKeys, rows.count, keys.count, buf.turned, W);
-      T::score(p, rows, keys, buf.turned, buf.derivative, buf.score);
-      Few::turn_back(buf.turned, keys.count, rows.count,
-                     [&](int64_t x, Vec<R> score) { store(at.s + x, score); });
-    }
+    Few::score(p, rows, keys, rows.count, at.s, buf.turned, buf.derivative, buf.score);
     for (int64_t i = 0; i < rows.count; ++i) {
       R* s = at.s + i * kTileKeys;
       const R lse = normaliser.lse[i], tail = normaliser.tail[i];

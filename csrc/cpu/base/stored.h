@@ -86,6 +86,36 @@ constexpr int kVectorsOfLine<StoredInt8> = 64 / (FA_VECTOR_BYTES / 2);
 template <>
 constexpr int kVectorsOfLine<double> = std::max<int>(1, 64 / FA_VECTOR_BYTES);
 
+// The first bytes of a packed vector, fewer than it has, and zeros after them. A copy of a varying
+// length would be a call.
+template <class Packed>
+FA_INLINE Packed load_bytes(const void* p, int64_t bytes) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Packed) == 32)
+    return (Packed)_mm256_maskz_loadu_epi8(__mmask32((1u << bytes) - 1), p);
+  else
+    return (Packed)_mm_maskz_loadu_epi8(__mmask16((1u << bytes) - 1), p);
+#elif defined(__AVX2__)
+  const int words = int(bytes / 4);
+  const __m128i at = _mm_setr_epi32(0, 1, 2, 3);
+  __m128i x =
+      _mm_maskload_epi32(static_cast<const int*>(p), _mm_cmpgt_epi32(_mm_set1_epi32(words), at));
+  if (bytes % 4) {
+    int last = 0;
+    for (int64_t i = 0; i < bytes % 4; ++i)
+      last |= static_cast<const uint8_t*>(p)[4 * words + i] << 8 * i;
+    x = _mm_or_si128(
+        x, _mm_and_si128(_mm_set1_epi32(last), _mm_cmpeq_epi32(_mm_set1_epi32(words), at)));
+  }
+  Packed first;
+  std::memcpy(&first, &x, sizeof first);
+  return first;
+#else
+  Packed x{};
+  std::memcpy(&x, p, bytes);
+  return x;
+#endif
+}
 // The numbers from column c of a row on.
 template <class S>
 FA_INLINE auto numbers(const S* row, int64_t c) {
@@ -103,9 +133,7 @@ FA_INLINE auto last_numbers(const S* row, int64_t c, int64_t n) {
   if constexpr (std::is_arithmetic_v<S>) {
     return load_some(row + c, n);
   } else {
-    typename S::Packed bits{};
-    std::memcpy(&bits, row + c, n * sizeof(S));
-    return S::widened(bits);
+    return S::widened(load_bytes<typename S::Packed>(row + c, n * sizeof(S)));
   }
 }
 
@@ -144,13 +172,12 @@ FA_INLINE void with_rows(Broadcast<S> a, int64_t rows, int64_t columns, F f) {
   f(a);
 }
 
-// buf[rows][ld] = rows r0.. of A as they are stored, zero past `columns`.
+// buf[rows][columns] = rows r0.. of A as they are stored.
 template <class S>
-void copy_stored(const KeyPlane& a, int64_t r0, int64_t rows, int64_t columns, S* buf, int64_t ld) {
-  for (int64_t r = 0; r < rows; ++r, buf += ld) {
+void copy_stored(const KeyPlane& a, int64_t r0, int64_t rows, int64_t columns, S* buf) {
+  for (int64_t r = 0; r < rows; ++r, buf += columns) {
     const S* row = static_cast<const S*>(a.data) + a.at(r0 + r);
     for (int64_t c = 0; c < columns; ++c) buf[c] = row[c * a.step];
-    std::fill(buf + columns, buf + ld, S{});
   }
 }
 

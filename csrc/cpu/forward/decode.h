@@ -1,6 +1,5 @@
 // Decoding: few query rows, many keys. The cost is reading K and V, so they are read once, in
-// place, for all query heads that share them. If a feature acts on scores, they are transposed to
-// keys x lanes and back, for the common score pipeline. The keys are split into chunks, which
+// place, for all query heads that share them. The keys are split into chunks, which
 // threads share, and the softmaxes of chunks are merged (Flash-Decoding, Dao et al. 2023).
 #pragma once
 #include <optional>
@@ -124,23 +123,18 @@ struct Decode {
     if constexpr (std::is_same_v<S, E>)
       return Op::along(k, j, n, p.D, to);
     else
-      return stored_at(k, j, n, stored_size<S>(p.D), stored_size<S>(p.D), to);
+      return stored_at(k, j, n, stored_size<S>(p.D), to);
   }
   static Broadcast<S> values_at(const Params& p, const KeyPlane& v, int64_t j, int64_t n, S* to) {
     if constexpr (std::is_same_v<S, E>)
       return Sum::stage(v, j, n, p.Dv, to);
     else
-      return stored_at(v, j, n, stored_size<S>(p.Dv), row_of_values(p.Dv), to);
+      return stored_at(v, j, n, stored_size<S>(p.Dv), to);
   }
-  static int64_t row_of_values(int64_t Dv) {
-    return is_int4<S> ? stored_size<S>(Dv) : Sum::numbers_of_row(Dv);
-  }
-  static Broadcast<S> stored_at(const KeyPlane& a, int64_t j, int64_t n, int64_t size, int64_t ld,
-                                S* to) {
-    if (a.step == 1 && ld == size && a.one_block(j, n))
-      return {static_cast<const S*>(a.data) + a.at(j), a.row};
-    copy_stored(a, j, n, size, to, ld);
-    return {to, ld};
+  static Broadcast<S> stored_at(const KeyPlane& a, int64_t j, int64_t n, int64_t size, S* to) {
+    if (a.step == 1 && a.one_block(j, n)) return {static_cast<const S*>(a.data) + a.at(j), a.row};
+    copy_stored(a, j, n, size, to);
+    return {to, size};
   }
   // A block of them, kKeys rows at a time; if the block lies in one page, it is read in place.
   // make(j, n, buffer of row j): rows j to j + n of the block.
@@ -189,7 +183,7 @@ struct Decode {
       });
     }
     if (has_scales<S>) multiply(lanes.count, keys.count, buf.k_scales, buf.s);
-    if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
+    Few::score(p, lanes.rows, keys, lanes.count, buf.s, buf.turned, nullptr, buf.score);
     for (int64_t l = 0; l < lanes.count; ++l) {
       const R rescale =
           Few::softmax(keys.count, buf.s + l * kTileKeys, buf.m[t * W + l], buf.l[t * W + l]);
@@ -207,12 +201,6 @@ struct Decode {
         Sum::add(probabilities, j, rows, n, lanes.count, p.Dv, out, later);
       });
     }
-  }
-  static void score(const Params& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
-    transpose(buf.s, kTileKeys, lanes.count, keys.count, buf.turned, W);
-    T::score(p, lanes.rows, keys, buf.turned, nullptr, buf.score);
-    Few::turn_back(buf.turned, keys.count, lanes.count,
-                   [&](int64_t at, Vec<R> score) { store(buf.s + at, score); });
   }
   // Dropout of a tile of ones gives the factors of P.
   static void dropout(const Params& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {

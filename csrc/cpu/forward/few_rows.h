@@ -68,6 +68,19 @@ struct FewRows {
       each_column(turned + j * W, W, std::min<int64_t>(W, keys - j), rows,
                   [&](int64_t row, Vec<R> x) { f(row * kTileKeys + j, x); });
   }
+  // Scaled products of `count` rows to scores, as Tile::score. What a mask does alone is done in
+  // rows; anything else in the layout of tile.h, for which the scores are turned, and turned back.
+  static void score(const Params& p, const Rows& rows, const Keys& keys, int64_t count, R* s,
+                    R* turned, R* derivative, const ScoreScratch<R>& scratch) {
+    using T = Tile<R, 1>;
+    if (T::plain_but_for_mask(p, rows, keys)) {
+      if (T::masked(p, rows, keys)) T::mask_rows(p, rows, keys, count, s, scratch);
+      return;
+    }
+    transpose(s, kTileKeys, count, keys.count, turned, W);
+    T::score(p, rows, keys, turned, derivative, scratch);
+    turn_back(turned, keys.count, count, [&](int64_t at, Vec<R> x) { store(s + at, x); });
+  }
   // Keys that are taken at once, of one row: as many as a vector has lanes, so that the sums over
   // the products' lanes make one vector; on Arm 16, which has the registers for their sums. Past the
   // last key it repeats the last one: there is room in S.
@@ -150,38 +163,32 @@ struct FewRows {
 
 // out is [rows][columns(Dv)], in an order that `natural` undoes. P is read from its key j on, V
 // from its beginning. V is read in place, whatever Dv is: where it does not fill vectors, the last
-// one begins earlier and shares columns with the one before, so no row is read past its end.
+// one begins earlier and shares columns with the one before, so no row is read past its end. Of rows
+// with fewer numbers than a vector these alone are loaded.
 template <class Mul>
 struct WeightedSum {
   using R = typename Mul::Real;
   using Op = Operand<Mul>;
   static int64_t columns(int64_t Dv) { return round_up(Dv, kLanes<R>); }
-  // What a row of V must have: fewer than a vector are filled up with zeros. (Weights have no V.)
-  static int64_t numbers_of_row(int64_t Dv) {
-    return std::min(columns(Dv), std::max<int64_t>(Dv, kLanes<R>));
-  }
   template <class A>
   static Broadcast<R> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv, R* buf) {
-    const int64_t ld = numbers_of_row(Dv);
-    if (ld == Dv) return Op::along(v, j0, keys, Dv, buf);
-    copy_rows(v, j0, keys, 0, Dv, buf, ld);
-    return {buf, ld};
+    return Op::along(v, j0, keys, Dv, buf);
   }
-  static int64_t staged(int64_t keys, int64_t Dv) { return keys * numbers_of_row(Dv); }
+  static int64_t staged(int64_t keys, int64_t Dv) { return keys * Dv; }
   // P of `keys` keys as products read it, and the room that it needs for kLanes rows.
   using Weights = R;
   static constexpr int64_t kWeights = 0;
   static const R* operand(const R* p, int64_t, R*, int64_t = kTileKeys) { return p; }
-  // `rows` rows and NV vectors of columns from c on.
-  template <int ROWS, int NV, class S>
+  // `rows` rows and NV vectors of columns from c on, which `read` loads.
+  template <int ROWS, int NV, class S, class Read>
   static FA_INLINE void block(const R* p, Broadcast<S> v, int64_t keys, int64_t c, R* out,
-                              int64_t ldo, const Later& later) {
+                              int64_t ldo, const Later& later, Read read) {
     constexpr int64_t W = kLanes<R>;
     Vec<R> acc[ROWS][NV] = {};
     for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 8
       for (int g = 0; g < NV; ++g) {
-        const Vec<R> y = numbers(v.data + j * v.stride, c + W * g);
+        const Vec<R> y = read(v.data + j * v.stride, c + W * g);
         if (g % kVectorsOfLine<S> == 0) later.ask(j, c + W * g);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) acc[r][g] = Mul::fma(acc[r][g], p + r * kTileKeys + j, y);
@@ -198,12 +205,15 @@ struct WeightedSum {
   static void rows(const R* p, Broadcast<S> v, int64_t keys, int64_t n, int64_t ldo, R* out,
                    const Later& later, int64_t c = 0) {
     constexpr int64_t step = NV * kLanes<R>;
-    for (; c + step <= n; c += step) block<ROWS, NV>(p, v, keys, c, out, ldo, later);
+    const auto whole = [](const S* row, int64_t at) { return numbers(row, at); };
+    const auto some = [&](const S* row, int64_t) { return last_numbers(row, 0, n); };
+    for (; c + step <= n; c += step) block<ROWS, NV>(p, v, keys, c, out, ldo, later, whole);
     if (c == ldo) return;
-    if constexpr (NV > 1)
-      rows<ROWS, NV / 2>(p, v, keys, n, ldo, out, later, c);
-    else  // the last columns, and as many before them as make a vector
-      block<ROWS, 1>(p, Broadcast<S>{v.data - (ldo - n), v.stride}, keys, c, out, ldo, later);
+    if constexpr (NV > 1) return rows<ROWS, NV / 2>(p, v, keys, n, ldo, out, later, c);
+    if (c == 0) return block<ROWS, 1>(p, v, keys, 0, out, ldo, later, some);
+    // The last columns, and as many before them as make a vector.
+    const Broadcast<S> last{v.data - (ldo - n), v.stride};
+    block<ROWS, 1>(p, last, keys, c, out, ldo, later, whole);
   }
   // `later` counts columns.
   template <class S = R>
@@ -214,20 +224,20 @@ struct WeightedSum {
 #else
     constexpr int many = 2;
 #endif
-    const int64_t n = numbers_of_row(Dv), ldo = columns(Dv);
+    const int64_t ldo = columns(Dv);
     p += j;
     int64_t r = 0;
     for (; r + 4 <= count; r += 4, later = {})
-      rows<4, many>(p + r * kTileKeys, v, keys, n, ldo, out + r * ldo, later);
+      rows<4, many>(p + r * kTileKeys, v, keys, Dv, ldo, out + r * ldo, later);
     for (; r < count; ++r, later = {})
-      rows<1, 2 * many>(p + r * kTileKeys, v, keys, n, ldo, out + r * ldo, later);
+      rows<1, 2 * many>(p + r * kTileKeys, v, keys, Dv, ldo, out + r * ldo, later);
   }
   static void natural(const R* out, int64_t Dv, R* to) {
-    const int64_t n = numbers_of_row(Dv), ldo = columns(Dv), W = kLanes<R>;
+    const int64_t ldo = columns(Dv), W = kLanes<R>;
     std::copy_n(out, ldo, to);
-    if (n == ldo) return;
-    std::copy_n(out + ldo - W, W, to + n - W);
-    std::fill(to + n, to + ldo, R(0));
+    if (Dv == ldo || Dv < W) return;
+    std::copy_n(out + ldo - W, W, to + Dv - W);
+    std::fill(to + Dv, to + ldo, R(0));
   }
 };
 
@@ -238,10 +248,8 @@ struct WeightedSum<PairedBf16> {
   using Op = Operand<PairedBf16>;
   static constexpr int64_t W = kLanes<float>;
   static int64_t columns(int64_t Dv) { return round_up(Dv, 2 * W); }
-  // A vector begins at an even column.
-  static int64_t numbers_of_row(int64_t Dv) {
-    return Dv >= 2 * W && Dv % 2 == 0 ? Dv : columns(Dv);
-  }
+  // A vector begins at an even column: odd rows are filled up with zeros.
+  static int64_t numbers_of_row(int64_t Dv) { return Dv % 2 == 0 ? Dv : columns(Dv); }
   template <class A>
   static Broadcast<int32_t> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv, int32_t* buf) {
     const int64_t ld = numbers_of_row(Dv);
@@ -251,10 +259,10 @@ struct WeightedSum<PairedBf16> {
   }
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * numbers_of_row(Dv) / 2; }
 
-  // `rows` rows and 2 G vectors of columns.
-  template <int ROWS, int G>
+  // `rows` rows and 2 G vectors of columns. `read` loads a vector of V.
+  template <int ROWS, int G, class Read>
   static FA_INLINE void block(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys,
-                              float* out, int64_t ldo, const Later& later, int64_t c) {
+                              float* out, int64_t ldo, const Later& later, int64_t c, Read read) {
     Vec<float> acc[ROWS][2 * G];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
@@ -263,11 +271,11 @@ struct WeightedSum<PairedBf16> {
     for (int64_t j = 0; j < keys; j += 2)
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
-        const Vec<int32_t> a = load(v + j * ldv + W * g);
+        const Vec<int32_t> a = read(v + j * ldv + W * g);
         Vec<int32_t> b{}, lo, hi;
         later.ask(j, c + 2 * W * g);
         later.ask(j + 1, c + 2 * W * g);
-        if (j + 1 < keys) b = load(v + (j + 1) * ldv + W * g);
+        if (j + 1 < keys) b = read(v + (j + 1) * ldv + W * g);
         zip_in_eights(a, b, lo, hi);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
@@ -284,13 +292,14 @@ struct WeightedSum<PairedBf16> {
   template <int ROWS, int G>
   static void rows(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys, int64_t n,
                    int64_t ldo, float* out, const Later& later, int64_t c = 0) {
+    const auto whole = [](const int32_t* at) { return load(at); };
+    const auto some = [&](const int32_t* at) { return load_some(at, n / 2); };
     for (; c + 2 * W * G <= n; c += 2 * W * G)
-      block<ROWS, G>(p, v + c / 2, ldv, keys, out + c, ldo, later, c);
+      block<ROWS, G>(p, v + c / 2, ldv, keys, out + c, ldo, later, c, whole);
     if (c == ldo) return;
-    if constexpr (G > 1)
-      rows<ROWS, G / 2>(p, v, ldv, keys, n, ldo, out, later, c);
-    else
-      block<ROWS, 1>(p, v + n / 2 - W, ldv, keys, out + c, ldo, later, c);
+    if constexpr (G > 1) return rows<ROWS, G / 2>(p, v, ldv, keys, n, ldo, out, later, c);
+    if (c == 0) return block<ROWS, 1>(p, v, ldv, keys, out, ldo, later, 0, some);
+    block<ROWS, 1>(p, v + n / 2 - W, ldv, keys, out + c, ldo, later, c, whole);
   }
   // P in pairs.
   using Weights = int32_t;
@@ -311,7 +320,7 @@ struct WeightedSum<PairedBf16> {
   static void natural(const float* out, int64_t Dv, float* to) {
     const int64_t n = numbers_of_row(Dv), ldo = columns(Dv), last = ldo - 2 * W;
     for (int64_t c = 0; c < ldo; ++c) to[column_in_eights(c)] = out[c];
-    if (n == ldo) return;
+    if (n == ldo || n < 2 * W) return;
     for (int64_t c = 0; c < 2 * W; ++c) to[n - 2 * W + column_in_eights(c)] = out[last + c];
     std::fill(to + n, to + ldo, 0.0f);
   }

@@ -111,13 +111,33 @@ struct Tile {
                                     });
     }
   }
+  // Calls f with what a mask does to a score.
+  template <class F>
+  static FA_INLINE void with_act(const Params& p, F f) {
+    if (p.mask.dtype == FA_BOOL)  // hides even a NaN score, as masked_fill does
+      f([](V x, V add) { return add < R(0) ? add : x; });
+    else
+      f([](V x, V add) { return x + add; });
+  }
   static void mask(const Params& p, const Rows& rows, const Keys& keys, R* s,
                    const ScoreScratch<R>& scratch) {
     const Plane a = plane(p.mask, rows.b, rows.h);
-    if (p.mask.dtype == FA_BOOL)  // hides even a NaN score, as masked_fill does
-      with_mask(a, rows, keys, s, scratch, [](V x, V add) { return add < R(0) ? add : x; });
-    else
-      with_mask(a, rows, keys, s, scratch, [](V x, V add) { return x + add; });
+    with_act(p, [&](auto act) { with_mask(a, rows, keys, s, scratch, act); });
+  }
+  // The same for scores in the layout of few_rows.h, `count` rows of kTileKeys. Past the last key it
+  // adds nothing.
+  static void mask_rows(const Params& p, const Rows& rows, const Keys& keys, int64_t count, R* s,
+                        const ScoreScratch<R>& scratch) {
+    const Plane a = plane(p.mask, rows.b, rows.h);
+    const int64_t end = round_up(keys.count, W);
+    with_act(p, [&](auto act) {
+      for (int64_t l = 0; l < count; ++l, s += kTileKeys) {
+        if (l == 0 || a.row != 0)
+          copy_rows(a, rows.i0 + l, 1, keys.j0, keys.count, scratch.rows, end);
+        for (int64_t j = 0; j < end; j += W)
+          store(s + j, V(act(load(s + j), load(scratch.rows + j))));
+      }
+    });
   }
 
   // -inf where the band hides a key, and `outside` in the groups of four keys that no lane of a
@@ -165,10 +185,14 @@ struct Tile {
     const KeyRange all = common_range(p, rows.b, rows.i0, rows.end());
     return keys.j0 < all.lo || keys.end() > all.hi;
   }
+  // True if nothing but a mask makes another score of a scaled product.
+  static bool plain_but_for_mask(const Params& p, const Rows& rows, const Keys& keys) {
+    return !(p.softcap > 0 || p.slopes.data || banded(p, rows, keys)) &&
+           !(p.mod.code && !ScoreMod<R>::plain(p, rows, keys));
+  }
   // True if a scaled product is the score itself.
   static bool plain(const Params& p, const Rows& rows, const Keys& keys) {
-    return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys)) &&
-           !(p.mod.code && !ScoreMod<R>::plain(p, rows, keys));
+    return plain_but_for_mask(p, rows, keys) && !masked(p, rows, keys);
   }
   // Scaled products to scores, -inf where a row may not look. `derivative` and `second` (of the
   // scores by the scaled products, the first and the second one) may be null. `outside`: see `band`.
