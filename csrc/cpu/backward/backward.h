@@ -4,26 +4,10 @@
 // every sum has one order whatever the threads do. A task only ever waits for tasks taken before
 // it, and follows its predecessor one tile behind.
 #pragma once
-#include <thread>
-
-#include "mask_gradient.h"
+#include "shared_mask.h"
 
 namespace fa {
 namespace FA_ISA {
-
-// Turns are taken within one call, by threads that share only this number. False if the run is
-// interrupted: then turns are not passed on.
-inline bool wait_for_turn(const Params& p, const int32_t* turn, int64_t mine) {
-  for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++spins)
-    if (spins > 64) {
-      if (interrupted(p)) return false;
-      std::this_thread::yield();
-    }
-  return true;
-}
-inline void pass_turn(int32_t* turn, int64_t mine) {
-  __atomic_store_n(turn, int32_t(mine + 1), __ATOMIC_RELEASE);
-}
 
 template <class Mul>
 struct Backward {
@@ -32,6 +16,7 @@ struct Backward {
   using E = typename Mul::Element;
   using Op = Operand<Mul>;
   using Buffers = typename G::Buffers;
+  using Shared = SharedMask<Mul>;
   static constexpr int pair = Mul::pair;
 
   // --- before: normaliser and delta as the tiles want them, dq = 0 ----------------
@@ -131,8 +116,8 @@ struct Backward {
       const int64_t bhk = task % (p.B * p.Hk);
       segment = task / (p.B * p.Hk) % G::segments(p);
       chunk = task / (p.B * p.Hk) / G::segments(p);
-      b = bhk / p.Hk;
-      hk = bhk % p.Hk;
+      b = Shared::of_items(p) ? bhk % p.B : bhk / p.Hk;
+      hk = Shared::of_items(p) ? bhk / p.B : bhk % p.Hk;
       J0 = chunk * kTileKeys;
       count = std::min(kTileKeys, p.N - J0);
       end = std::min(J0 + count, key_length(p, b));
@@ -161,6 +146,8 @@ struct Backward {
             tile<decltype(nv)::value>(p, w, rows, t, seen, of.chunk, block, k_across, buf);
           });
       });
+    } else if (Shared::is_one(p)) {
+      each_tile(p, w, of, [](const Rows&, int64_t, const Keys&) {});  // to pass turns on
     }
     if (G::kByParts)  // otherwise scaled during accumulation
       for (int64_t x = 0; x < of.count * G::padded(p.D); ++x)
@@ -169,7 +156,7 @@ struct Backward {
     write_keys(p, w, of, buf);
   }
   // Calls f(rows, their tile, the keys of the block that they see) for each tile of rows.
-  template <class F>
+  template <class S = Shared, class F>
   static FA_INLINE void each_tile(const Params& p, const typename G::Workspace& w,
                                   const KeysTask& of, F f) {
     const int64_t group = p.H / p.Hk;
@@ -179,7 +166,10 @@ struct Backward {
       if (interrupted(p)) return;
       const int64_t t = at % G::tiles(p);
       const Rows rows = G::tile_rows(p, of.b, of.hk * group + at / G::tiles(p), t);
-      if (visible_keys<Mul>(p, rows, of.J0).count <= 0) continue;
+      if (visible_keys<Mul>(p, rows, of.J0).count <= 0) {
+        if (!S::pass(p, rows, t, of.chunk)) return;
+        continue;
+      }
       const int64_t index = G::tile_index(p, of.b, rows.h, t);
       const Keys seen = G::seen_keys(p, rows, of.J0, w.normaliser.lse + index * G::kRows);
       if (seen.count > 0) {
@@ -187,6 +177,7 @@ struct Backward {
       } else {  // nothing to add to dq: only pass the turn on
         if (!wait_for_turn(p, w.turn + index, of.chunk)) return;
         pass_turn(w.turn + index, of.chunk);
+        if (!S::pass(p, rows, t, of.chunk)) return;
       }
     }
   }
@@ -208,16 +199,16 @@ struct Backward {
   }
 
   // dK and dV of a block of keys from its segments, in their order.
-  static void join_segments(const Params& p, int64_t task, char*) {
+  static void join_segments(const Params& p, int64_t number, char*) {
     const auto w = G::workspace(p);
-    const int64_t bhk = task % (p.B * p.Hk), chunk = task / (p.B * p.Hk), J0 = chunk * kTileKeys;
-    const int64_t count = std::min(kTileKeys, p.N - J0);
+    const int64_t all = p.B * p.Hk;
+    const KeysTask first(p, number / all * G::segments(p) * all + number % all);
     const auto join = [&](const FaTensor& to, R* parts, int64_t d) {
-      const int64_t size = kTileKeys * G::padded(d), step = p.B * p.Hk * size;
-      R* sum = parts + (chunk * G::segments(p) * p.B * p.Hk + bhk) * size;
+      const int64_t size = kTileKeys * G::padded(d), step = all * size;
+      R* sum = parts + first.task * size;
       for (int64_t s = 1; s < G::segments(p); ++s)
-        for (int64_t x = 0; x < count * G::padded(d); ++x) sum[x] += sum[s * step + x];
-      write(to, bhk / p.Hk, bhk % p.Hk, J0, count, d, sum);
+        for (int64_t x = 0; x < first.count * G::padded(d); ++x) sum[x] += sum[s * step + x];
+      write(to, first.b, first.hk, first.J0, first.count, d, sum);
     };
     join(p.dk, w.dk, p.D);
     if (!G::of_weights(p)) join(p.dv, w.dv, p.Dv);
@@ -239,6 +230,12 @@ struct Backward {
     G::stage_rows(p, rows, T::lanes, buf);
     G::template scores<NV>(p, rows, keys, block, w, index * G::kRows, buf);
     if (MaskGradient<Mul>::is_ds(p)) MaskGradient<Mul>::write_ds(p, rows, keys, T::lanes, buf.ds);
+    if (Shared::is_one(p)) {
+      const Shared sum(p, rows, t, chunk);
+      if (!sum.begin(p)) return;
+      sum.add(rows, keys, T::lanes, buf.ds);
+      sum.end(p);
+    }
     if (buf.captured) T::captured_gradients(p, rows, keys, buf.ds, buf.score, buf.captured);
     if (!G::of_weights(p)) {  // dV += dropout(P) dO
       const R* s = p.dropout_p > 0 ? buf.dropped : buf.s;
@@ -289,6 +286,9 @@ struct Backward {
     const int64_t index = G::tile_index(p, rows.b, rows.h, t), first = keys.j0 - block.J0;
     const int64_t d = G::padded(p.D), dv = G::padded(p.Dv);
     const int64_t whole = round_up(keys.count, part), parts = (rows.count + part - 1) / part;
+    const bool masks = MaskGradient<Mul>::is_ds(p), shared = Shared::is_one(p);
+    const Shared sum(p, rows, t, chunk);
+    bool begun = false;
     Keys seen[G::kRows / part];  // of each part; keys that it does not see are 0 in the sums
     each_part<Mul>(rows, [&](auto nv, const Rows& here, int64_t lane) {
       constexpr int NV = decltype(nv)::value;
@@ -309,7 +309,7 @@ struct Backward {
         Op::tile_along(p.dropout_p > 0 ? buf.dropped : buf.s, mine.count,
                        buf.along_p + operand + skipped * part);
       const typename G::template OfScores<NV> of_scores(normaliser, w.delta + at);
-      const bool masks = MaskGradient<Mul>::is_ds(p), keep = masks || buf.captured;
+      const bool keep = masks || shared || buf.captured;
       const auto gradient = [&](int64_t j, int v) {
         const int64_t x = j * T::lanes + v * T::W;
         const Vec<R> ds = of_scores(v, load(buf.s + x), load(buf.ds + x));
@@ -319,6 +319,7 @@ struct Backward {
       fit &= Op::along_and_across(mine.count, buf.along + operand + skipped * part,
                                   buf.across + operand, gradient);
       if (masks) MaskGradient<Mul>::write_ds(p, here, mine, T::lanes, buf.ds);
+      if (shared && (begun || (begun = sum.begin(p)))) sum.add(here, mine, T::lanes, buf.ds);
       if (buf.captured) T::captured_gradients(p, here, mine, buf.ds, buf.score, buf.captured);
       if constexpr (G::kPlanes) {
         if (fit) return;
@@ -330,6 +331,8 @@ struct Backward {
         seen[lane / part].count = 0;
       }
     });
+    if (shared && !begun && !sum.begin(p)) return;
+    if (shared) sum.end(p);
     const auto add = [&](const E* along, const E* across, int64_t columns, R* sum) {
       Op::multiply_add(along, part, room, across, columns, parts, whole, columns,
                        sum + first * columns, columns);
@@ -453,10 +456,11 @@ struct Backward {
     }
   }
 
-  // The gradients of a mask and of sinks, where the main phase does not compute them.
-  static void add_others(const Params& p, Plan& plan) {
+  // The gradients of a mask, of sinks and of captured numbers, where the main phase does not compute
+  // them.
+  static void add_others(const Params& p, Plan& plan, bool mask_is_done) {
     Buffers unused;
-    if (p.dmask.data && !MaskGradient<Mul>::is_ds(p))
+    if (p.dmask.data && !mask_is_done)
       plan.add({MaskGradient<Mul>::tasks(p), G::carve(p, nullptr, unused), MaskGradient<Mul>::run});
     if (p.dsinks.data) plan.add({p.H, 0, sinks});
     const int64_t numbers = p.mod.dfloats ? captured_floats(p.mod) : 0;
@@ -467,14 +471,15 @@ struct Backward {
     Buffers unused;
     const size_t scratch = G::carve(p, nullptr, unused);
     const int64_t row_tasks = p.B * p.H * G::tiles(p);
-    plan.workspace = G::workspace(p).bytes;
+    plan.workspace = Shared::workspace(p).bytes;
     MaskClasses::add(p, plan);
+    plan.add({Shared::planes(p), 0, Shared::clear_turns});
     plan.add({row_tasks, G::of_weights(p) || G::kByParts ? scratch : 0, prepare});
     plan.add({G::captured_parts(p), 0, clear_captured});
     plan.add({G::key_tasks(p), scratch, keys});
     if (G::segments(p) > 1) plan.add({G::chunks(p) * p.B * p.Hk, 0, join_segments});
     if (!G::dq_in_place(p)) plan.add({row_tasks, 0, write_dq});
-    add_others(p, plan);
+    add_others(p, plan, MaskGradient<Mul>::is_ds(p) || Shared::is_one(p));
     return plan;
   }
 };

@@ -21,6 +21,7 @@ struct Second {
   using Op = typename G::Op;
   using Buffers = typename G::Buffers;
   using Masks = MaskGradient<Plain<R>, G>;
+  using Shared = SharedMask<Plain<R>, G>;
 
   // --- before: row vectors as the tiles want them, dq = 0 ---------------------------
   static FaTensor own_lse(const Params& p) {
@@ -72,11 +73,13 @@ struct Second {
       if (buf.k_t)
         k_t = Op::across(plane(p.k_t, of.b, of.hk), of.J0, of.end - of.J0, p.D, true,
                          buf.k_t_across, true);
-      B::each_tile(p, w, of, [&](const Rows& rows, int64_t t, const Keys& seen) {
+      B::template each_tile<Shared>(p, w, of, [&](const Rows& rows, int64_t t, const Keys& seen) {
         with_vectors<R>(rows.count, [&](auto nv) {
           tile<decltype(nv)::value>(p, w, rows, t, seen, of.chunk, block, k_t, buf);
         });
       });
+    } else if (Shared::is_one(p)) {  // to pass turns on
+      B::template each_tile<Shared>(p, w, of, [](const Rows&, int64_t, const Keys&) {});
     }
     B::write_keys(p, w, of, buf);
   }
@@ -89,12 +92,12 @@ struct Second {
     using V = Vec<R>;
     const int64_t index = G::tile_index(p, rows.b, rows.h, t), at = index * G::kRows;
     const int64_t first = keys.j0 - block.J0;
-    const bool lse = lse_moves(p), keep = Masks::is_ds(p);
+    const bool lse = lse_moves(p), keep = Masks::is_ds(p), shared = Shared::is_one(p);
     G::stage_rows(p, rows, T::lanes, buf);
     G::template products<NV>(p, rows, keys, block, w.normaliser.from(at), buf);
     G::template each_score<NV>(p, w, at, keys.count, buf, [&](int64_t x, const auto& moved) {
       V ds = moved.ds, ds_t = moved.ds_t;
-      if (keep) store(buf.sum + x, ds_t);
+      if (keep || shared) store(buf.sum + x, ds_t);
       if (has_derivative(p)) {
         ds_t = T::product_gradient(p, ds_t, buf.derivative + x) +
                T::product_gradient(p, ds, buf.second + x);
@@ -106,6 +109,12 @@ struct Second {
       store(buf.ds_t + x, ds_t);
     });
     if (keep) Masks::write_ds(p, rows, keys, T::lanes, buf.sum);
+    if (shared) {
+      const Shared sum(p, rows, t, chunk);
+      if (!sum.begin(p)) return;
+      sum.add(rows, keys, T::lanes, buf.sum);
+      sum.end(p);
+    }
 
     // C += factor tile X, where X is a tensor of the rows or its tangent.
     const auto add_rows = [&](const R* tile, const FaTensor& x, int64_t columns, R* room, R* sum,
@@ -159,8 +168,9 @@ struct Second {
     Buffers unused;
     const size_t scratch = G::carve(p, nullptr, unused);
     const int64_t row_tasks = p.B * p.H * G::tiles(p);
-    plan.workspace = G::workspace(p).bytes;
+    plan.workspace = Shared::workspace(p).bytes;
     MaskClasses::add(p, plan);
+    plan.add({Shared::planes(p), 0, Shared::clear_turns});
     if (rescored) {
       Phase phase = Jvp<R>::template phase<true>(p);
       phase.run = normalise;
@@ -170,7 +180,8 @@ struct Second {
     plan.add({G::chunks(p) * G::segments(p) * p.B * p.Hk, scratch, keys});
     if (G::segments(p) > 1) plan.add({G::chunks(p) * p.B * p.Hk, 0, B::join_segments});
     if (!G::dq_in_place(p)) plan.add({row_tasks, 0, B::write_dq});
-    if (p.dmask.data && !Masks::is_ds(p)) plan.add({Masks::tasks(p), scratch, Masks::run});
+    if (p.dmask.data && !Masks::is_ds(p) && !Shared::is_one(p))
+      plan.add({Masks::tasks(p), scratch, Masks::run});
     if (p.dsinks.data) plan.add({p.H, 0, sinks});
     return plan;
   }

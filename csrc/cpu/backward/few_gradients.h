@@ -308,7 +308,7 @@ struct FewGradients {
     plan.add({p.B * p.H * G::tiles(p), 0, All::prepare});
     plan.add({p.B * p.Hk * Chunks::chunks(p), carve(p, nullptr, unused), run});
     if (Chunks::chunks(p) > 1) plan.add({p.B * p.H, 2 * Sum::columns(p.D) * sizeof(R), join});
-    All::add_others(p, plan);
+    All::add_others(p, plan, MaskGradient<Mul>::is_ds(p));
     return plan;
   }
 };

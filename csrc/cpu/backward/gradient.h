@@ -7,12 +7,28 @@
 // delta_i = sum_d dO_id O_id - dlse_i, which is sum_j P_ij dP_ij minus the gradient of the LSE. The
 // gradient of attention weights takes the same path: there dP is given instead of computed.
 #pragma once
+#include <thread>
+
 #include "../amx/split_fallback.h"
 #include "../base/plan.h"
 #include "../forward/few_rows.h"
 
 namespace fa {
 namespace FA_ISA {
+
+// Turns are taken within one call, by threads that share only this number. False if the run is
+// interrupted: then turns are not passed on.
+inline bool wait_for_turn(const Params& p, const int32_t* turn, int64_t mine) {
+  for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++spins)
+    if (spins > 64) {
+      if (interrupted(p)) return false;
+      std::this_thread::yield();
+    }
+  return true;
+}
+inline void pass_turn(int32_t* turn, int64_t mine) {
+  __atomic_store_n(turn, int32_t(mine + 1), __ATOMIC_RELEASE);
+}
 
 template <class Mul>
 struct Gradient {
