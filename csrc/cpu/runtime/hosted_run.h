@@ -46,16 +46,6 @@ class HostedRun {
     }
     return ended();
   }
-  // Waits for the other threads, which are busy, without ceasing to ask. To be called by every
-  // thread; those that may not ask return at once.
-  void wait_for(const std::atomic<int64_t>& busy) {
-    if (!is_asker()) return;
-    for (int turns = 0; busy.load() > 0 && !ends(); ++turns)
-      if (turns < 1000)
-        std::this_thread::yield();
-      else
-        std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -81,5 +71,18 @@ class HostedRun {
   std::atomic<bool> ended_{false};
   Clock::time_point next_{};
 };
+
+// Waits until over() is true or the run ends, without ceasing to ask. Spins first, because most
+// waits are short; then lets other threads have the core.
+template <class Over>
+void wait_until(Over over, HostedRun* of) {
+  for (int turns = 0; !over() && !(of && of->ends()); ++turns)
+    if (turns < 2000)
+      relax();
+    else if (turns < 3000)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
 
 }  // namespace fa

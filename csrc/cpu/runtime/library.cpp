@@ -24,13 +24,13 @@ bool forked = false;
 [[maybe_unused]] const int at_fork = at_fork_of_child([] { forked = true; });
 
 // Runs the tasks that next() gives, on this thread, until `of` ends: run(task, scratch). Returns
-// their number.
+// their number, or -1 if there is no memory.
 template <class Next, class Run>
 int64_t run_on_thread(int64_t tasks, size_t scratch_size, HostedRun* of, Next next,
                       const Run& run) {
   ScratchMemory& memory = memory_of_thread().scratch;
   char* scratch = scratch_size ? memory.get(scratch_size) : nullptr;
-  if (scratch_size && !scratch) return 0;  // the other threads take its share
+  if (scratch_size && !scratch) return -1;
   int64_t done = 0;
   for (int64_t task; !(of && of->ends()) && (task = next()) < tasks; ++done) {
     if (poisoned && scratch) std::memset(scratch, 0xFF, scratch_size);
@@ -40,37 +40,72 @@ int64_t run_on_thread(int64_t tasks, size_t scratch_size, HostedRun* of, Next ne
   return done;
 }
 
-// Runs tasks in their order: run(task, scratch). False if there was no memory, or if `of` ended.
+// What threads share of a phase.
+struct Progress {
+  std::atomic<int64_t> next{0}, done{0}, without_memory{0};
+};
+
+// Runs phases one after another, the tasks of each in their order: Work has tasks(at),
+// scratch(at) and run(at, task, scratch); the first phase without a task is the end. False if there
+// was no memory, or if `of` ended.
+//
+// Threads meet once, at the end. Between phases one waits for tasks that others have begun, not for
+// the others themselves: beside other load, a thread that the system has not yet given a core would
+// delay each phase.
+template <class Work>
+bool run_phases(int64_t threads, HostedRun* of, const Work& work) {
+  if (forked) threads = 1;
+  if (threads <= 1) {  // counts for itself: atomic operations take a part of a tiny call
+    for (int at = 0; const int64_t tasks = work.tasks(at); ++at) {
+      int64_t task = 0;
+      const auto run = [&](int64_t x, char* scratch) { work.run(at, x, scratch); };
+      if (run_on_thread(tasks, work.scratch(at), of, [&] { return task++; }, run) != tasks)
+        return false;
+    }
+    return true;
+  }
+  Progress phases[kPhases];
+  on_threads(threads, [&](int64_t all) {
+    for (int at = 0; const int64_t tasks = work.tasks(at); ++at) {
+      Progress& here = phases[at];
+      if (here.next.load(std::memory_order_relaxed) < tasks) {  // no memory for nothing
+        const int64_t done = run_on_thread(
+            tasks, work.scratch(at), of,
+            [&] { return here.next.fetch_add(1, std::memory_order_relaxed); },
+            [&](int64_t task, char* scratch) { work.run(at, task, scratch); });
+        (done < 0 ? here.without_memory += 1 : here.done += done);
+      }
+      const auto over = [&] { return here.done == tasks || here.without_memory == all; };
+      if (!work.tasks(at + 1) && !(of && of->is_asker())) return;
+      wait_until(over, of);
+      if (here.done < tasks) return;
+    }
+  });
+  for (int at = 0; const int64_t tasks = work.tasks(at); ++at)
+    if (phases[at].done < tasks) return false;
+  return true;
+}
+// The same of one phase.
 template <class Run>
 bool run_tasks(int64_t tasks, size_t scratch_size, int64_t threads, HostedRun* of, const Run& run) {
-  if (forked || tasks <= 1) threads = 1;
-  if (!kThreadsStay) threads = std::min(threads, tasks);
-  if (threads <= 1) {  // counts for itself: atomic operations take a part of a tiny call
-    int64_t task = 0;
-    return run_on_thread(tasks, scratch_size, of, [&] { return task++; }, run) == tasks;
-  }
-  std::atomic<int64_t> next{0}, done{0}, busy{0};
-  const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
-  on_threads(threads, [&] {
-    if (next.load(std::memory_order_relaxed) < tasks) {  // no memory for nothing
-      ++busy;
-      done += run_on_thread(tasks, scratch_size, of, take, run);
-      --busy;
-    }
-    if (of) of->wait_for(busy);
-  });
-  return done == tasks;
+  struct One {
+    int64_t count;
+    size_t size;
+    const Run& call;
+    int64_t tasks(int at) const { return at == 0 ? count : 0; }
+    size_t scratch(int) const { return size; }
+    void run(int, int64_t task, char* scratch) const { call(task, scratch); }
+  };
+  if (!kThreadsStay || tasks <= 1) threads = std::min(threads, tasks);
+  return run_phases(threads, of, One{tasks, scratch_size, run});
 }
 
-// Runs phase `at` of every call, each call's tasks in their order. Waking a thread costs what a
-// million multiply-adds do. All phases have as many threads, so that libgomp ends none
-// that the next call needs again.
-bool run_phase(const Calls& calls, int at) {
+// Waking a thread costs what a million multiply-adds do. All calls of a kind have as many threads, so
+// that libgomp ends none that the next one needs again.
+int64_t threads_for(const Calls& calls) {
   const double worth = 1 + calls.work() / (1 << 20);
-  int64_t threads = std::min(calls.threads(), calls.most_tasks());
-  if (worth < threads) threads = static_cast<int64_t>(worth);
-  return run_tasks(calls.tasks(at), calls.scratch(at), threads, calls.run(),
-                   [&](int64_t task, char* scratch) { calls.run(at, task, scratch); });
+  const int64_t most = std::min(calls.threads(), calls.most_tasks());
+  return worth < most ? static_cast<int64_t>(worth) : most;
 }
 
 int64_t run_calls(Calls& calls, void* workspace) {
@@ -78,13 +113,9 @@ int64_t run_calls(Calls& calls, void* workspace) {
     if (poisoned) std::memset(workspace, 0xFF, size);
     calls.give_workspace(static_cast<char*>(workspace));
   }
-  for (int at = 0; calls.tasks(at) > 0; ++at) {
-    const bool done = run_phase(calls, at);
-    if (calls.run() && calls.run()->ended())
-      return FA_INTERRUPTED;  // tasks may have returned early
-    if (!done) return FA_NO_MEMORY;
-  }
-  return FA_OK;
+  const bool done = run_phases(threads_for(calls), calls.run(), calls);
+  if (calls.run() && calls.run()->ended()) return FA_INTERRUPTED;  // tasks may have returned early
+  return done ? FA_OK : FA_NO_MEMORY;
 }
 
 int64_t bad_values(const Params& p) {

@@ -56,6 +56,15 @@ inline uint64_t thread_id() {
 #endif
 }
 
+// Tells the core that this thread waits for another one.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 // CPU time of this thread; on Windows, time.
 inline double thread_seconds() {
 #if defined(_WIN32)

@@ -16,24 +16,25 @@
 
 namespace fa {
 
-// True if threads wait for the next phase. libgomp ends those that it does not need.
+// True if threads wait for the next call. libgomp ends those that it does not need.
 #if defined(FA_STD_THREADS)
 constexpr bool kThreadsStay = false;
 #else
 constexpr bool kThreadsStay = true;
 #endif
 
-// Calls `work` once on each of so many threads, the caller's among them; returns after the last.
+// Calls work(their number) once on each of so many threads, the caller's among them, or of as many as
+// there are; returns after the last.
 template <class Work>
 void on_threads(int64_t threads, const Work& work) {
 #if defined(FA_STD_THREADS)
   std::vector<std::thread> others;
-  for (int64_t i = 1; i < threads; ++i) others.emplace_back([&work] { work(); });
-  work();
+  for (int64_t i = 1; i < threads; ++i) others.emplace_back([&] { work(threads); });
+  work(threads);
   for (std::thread& other : others) other.join();
 #else
 #pragma omp parallel num_threads(static_cast<int>(threads))
-  work();
+  work(int64_t{omp_get_num_threads()});
 #endif
 }
 
