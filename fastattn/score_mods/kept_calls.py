@@ -5,7 +5,7 @@ kept by all that the functions use: their code, the numbers and strings in their
 and globals, the functions that they call, and the dtypes and shapes of the tensors that they
 capture. The elements of these are read anew in each call. Where they decide more than numbers of
 the program (lengths and slopes that are recognised, classes of blocks), a copy of them is kept, and
-what is kept serves a call whose elements equal it.
+what was found serves calls with equal ones.
 
 Nothing is kept of functions that use anything else (an object, a list, a module that is not torch's
 or Python's), that look at an element of a captured tensor while they are traced, or that capture a
@@ -229,6 +229,8 @@ class _Uses:
 
     def tensor(self, x: Tensor) -> Any:
         if x.requires_grad or x.device.type != "cpu" or x.layout != torch.strided or x.__dict__:
+            raise _NotKnown
+        if x.is_neg() or x.is_conj():  # its bits are not its elements
             raise _NotKnown
         at = self.place(x)
         if at is not None:

@@ -1,5 +1,6 @@
-"""The gradient of a mask that the batch or heads share is the sum of the gradients that each item and
-head has, added in this order: to the last bit in float32 and float64, on any number of threads."""
+"""The gradient of a mask that the batch or heads share is the sum of the gradients that each item
+and head has, added in this order: to the last bit in float32 and float64, on any number of
+threads."""
 
 import pytest
 import torch

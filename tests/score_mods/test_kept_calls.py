@@ -560,6 +560,13 @@ def test_slopes_and_lengths_that_are_recognised(traced):
     assert not traced
 
 
+def test_tensors_whose_bits_are_not_their_elements(traced):
+    slopes = torch.complex(torch.zeros(H), torch.tensor([0.5, 0.25, 1.0])).conj().imag
+    assert slopes.is_neg()
+    for _ in range(2):
+        attend(with_slopes(slopes))
+
+
 def test_signs_of_zeros_that_decide_lengths(traced):
     x = torch.zeros(B)
 
@@ -610,13 +617,17 @@ def test_errors_are_raised_in_each_call(traced):
         fastattn.attention(Q[..., :3], K, V, score_mod=made(1.0))
 
 
+def with_slopes(slopes):
+    return lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
+
+
 def test_captured_tensors_are_not_held(traced):
     import gc
     import weakref
 
     table, slopes = torch.randn(100), torch.rand(H)
     fastattn.attention(Q, K, V, score_mod=made(1.0, table))
-    fastattn.attention(Q, K, V, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
+    fastattn.attention(Q, K, V, score_mod=with_slopes(slopes))
     kept = [x.made.call.structure.alibi for x in kept_calls._kept.values()]
     assert all(x is None or x.data_ptr() != slopes.data_ptr() for x in kept)
     gone = [weakref.ref(table), weakref.ref(slopes)]

@@ -1,8 +1,9 @@
 // The backward pass. The main phase assigns each block of keys of one key head (and, if blocks are
 // few, each segment of its rows) to a task. The task accumulates its own dK and dV, and adds its
 // share of dQ to the current tile of rows. These additions are made in turn, first block first, so
-// every sum has one order whatever the threads do. A task only ever waits for tasks taken before
-// it, and follows its predecessor one tile behind.
+// every sum has one order whatever the threads do; those to the gradient of a mask that items or
+// heads share have turns of their own. A task only ever waits for tasks taken before it, and follows
+// its predecessor one tile behind.
 #pragma once
 #include "shared_mask.h"
 

@@ -1,6 +1,6 @@
 // The gradient of a float mask, in the mask's own shape: dS summed over the dimensions along which
 // the mask is broadcast. If there are none, the main phase of the backward pass writes dS directly; if
-// the batch or heads share the mask, it adds up dS (shared_mask.h). Else each task here owns some
+// the batch or heads share the mask, it may add up dS (shared_mask.h). Else each task here owns some
 // elements of the gradient and visits all dS that add to them, in one order; it computes dS anew, so
 // that no M x N buffer exists unless the mask itself is one.
 #pragma once

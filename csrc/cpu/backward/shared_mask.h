@@ -33,14 +33,16 @@ struct SharedMask {
 
   struct Workspace {
     int32_t* turn;  // [planes][tiles]
-    R* sums;        // [planes][M][keys of a block], unless summed in place
+    R* sums;        // [planes][M][width], unless summed in place
+    int64_t width;  // keys of a block
     size_t bytes;
   };
   static Workspace workspace(const Params& p) {
     Scratch take{static_cast<char*>(p.workspace), G::workspace(p).bytes};
     Workspace w;
     w.turn = take.array<int32_t>(planes(p) * G::tiles(p));
-    w.sums = take.array<R>(in_place(p) ? 0 : planes(p) * p.M * kTileKeys);
+    w.width = std::min(kTileKeys, p.N);
+    w.sums = take.array<R>(in_place(p) ? 0 : planes(p) * p.M * w.width);
     w.bytes = take.used;
     return w;
   }
@@ -65,8 +67,7 @@ struct SharedMask {
     last = first + turns - 1;
     mine = first + (all_items ? rows.b : 0) * (all_heads ? p.H : 1) + (all_heads ? rows.h : 0);
     turn = w.turn + at * G::tiles(p) + t;
-    sum =
-        in_place(p) ? result : Plane{w.sums, dtype_of<R>, at * p.M * kTileKeys - J0, kTileKeys, 1};
+    sum = in_place(p) ? result : Plane{w.sums, dtype_of<R>, at * p.M * w.width - J0, w.width, 1};
   }
   R* row(int64_t i, int64_t j) const {
     return static_cast<R*>(const_cast<void*>(sum.data)) + sum.at(i, j);

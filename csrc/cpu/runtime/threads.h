@@ -1,4 +1,4 @@
-// The threads that a phase runs on: OpenMP's, which torch's wheels and this library share on Linux.
+// The threads that a call runs on: OpenMP's, which torch's wheels and this library share on Linux.
 // Elsewhere, and with FA_STD_THREADS, they are std::thread's. (ThreadSanitizer does not see libgomp's
 // synchronisation and would report races that are none.)
 #pragma once
