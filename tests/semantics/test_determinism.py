@@ -98,6 +98,32 @@ def test_decoding_of_one_row_wakes_all_threads():
     assert int(found.stdout) == 15, found.stdout + found.stderr
 
 
+PAGE_FAULTS = """
+    import resource
+    import torch
+    import fastattn
+    for rows, keys in ((1, 1024), (1024, 32)):
+        q, k, v = (torch.randn(16, 8, n, 64).requires_grad_() for n in (rows, keys, keys))
+        dout = torch.ones_like(q)
+        faults = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for _ in range(3):
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                out = fastattn.attention(q, k, v, backend="cpu")
+                torch.autograd.grad(out, (q, k, v), dout)
+                faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        assert min(faults[3:]) < 1.3 * max(faults[1:3]), (rows, keys, faults)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts Linux's page faults")
+def test_threads_do_not_write_to_the_same_new_pages():
+    """Rows of heads lie side by side in results. Threads that write to one new page at once take a
+    page fault each: there were twice as many as on one thread."""
+    in_new_process(PAGE_FAULTS)
+
+
 @every_backend
 def test_many_repeats(name, threads):
     """250 repeats: they show a race that goes wrong once in a hundred runs."""

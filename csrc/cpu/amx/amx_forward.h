@@ -220,7 +220,7 @@ struct AmxForward {
     const amx::Tiles registers;
     Buffers buf;
     carve(p, scratch, buf);
-    const int64_t heads = p.B * p.H, bh = task % heads;
+    const int64_t heads = p.B * p.H, bh = apart(task % heads, heads, p.threads);
     const int64_t block = blocks(p) - 1 - task / heads;  // causal: the last rows see most
     const int64_t b = bh / p.H, h = bh % p.H, hk = key_head(p, h);
     const int64_t begin_row = block * rows_per_task(p);

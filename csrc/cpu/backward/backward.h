@@ -114,7 +114,9 @@ struct Backward {
     int64_t task, b, hk, chunk, segment, J0, count;
     int64_t end;  // of the block's valid keys
     KeysTask(const Params& p, int64_t number) : task(number) {
-      const int64_t bhk = task % (p.B * p.Hk);
+      const int64_t all = p.B * p.Hk;  // sums that tasks share have the order of their numbers
+      const bool shares = p.mod.dfloats || Shared::is_one(p);
+      const int64_t bhk = shares ? task % all : apart(task % all, all, p.threads);
       segment = task / (p.B * p.Hk) % G::segments(p);
       chunk = task / (p.B * p.Hk) / G::segments(p);
       b = Shared::of_items(p) ? bhk % p.B : bhk / p.Hk;

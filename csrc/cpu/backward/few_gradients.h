@@ -72,11 +72,13 @@ struct FewGradients {
 
   struct Task {
     int64_t b, hk, h0, chunk;
-    Task(const Params& p, int64_t task)
-        : b(task / p.Hk % p.B),
-          hk(task % p.Hk),
-          h0(hk * Chunks::group(p)),
-          chunk(task / p.Hk / p.B) {}
+    Task(const Params& p, int64_t number) {
+      const int64_t task = apart(number, p.B * p.Hk * Chunks::chunks(p), p.threads);
+      b = task / p.Hk % p.B;
+      hk = task % p.Hk;
+      h0 = hk * Chunks::group(p);
+      chunk = task / p.Hk / p.B;
+    }
   };
   static void run(const Params& p, int64_t task, char* scratch) {
     Buffers buf;

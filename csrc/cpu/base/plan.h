@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "../../abi.h"
+#include "../../common/host_device.h"
 
 namespace fa {
 
@@ -45,6 +46,15 @@ struct Plan {
     return both;
   }
 };
+
+// The order in which threads that take numbers in turn write n pieces of a result: each walks through
+// a part of its own. Neighbours may lie in the same pages (the rows of heads, side by side), and each
+// of the threads that write to a new page at once would take a page fault.
+FA_SHARED int64_t apart(int64_t at, int64_t n, int64_t threads) {
+  if (threads <= 1) return at;
+  const int64_t part = at % threads, longer = n % threads;  // parts that have one more
+  return part * (n / threads) + (part < longer ? part : longer) + at / threads;
+}
 
 // The tasks of an indexer, in any order.
 struct IndexerTasks {

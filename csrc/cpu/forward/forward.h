@@ -261,7 +261,8 @@ struct Forward {
     struct Place {
       int64_t b, hk, head;
     };
-    const auto place = [&](int64_t at) {
+    const auto place = [&](int64_t number) {
+      const int64_t at = apart(number, all, p.threads);
       const int64_t share = at % each, hk = share / of_head;
       return Place{at / each, hk, hk * in_group + share % of_head * heads};
     };

@@ -199,7 +199,8 @@ struct Jvp {
   template <bool kForward>
   static void run(const Params& p, int64_t task, char* scratch) {
     const Buffers buf{p, {scratch}};
-    const int64_t bh = task % (p.B * p.H), t = tiles(p) - 1 - task / (p.B * p.H);
+    const int64_t all = p.B * p.H, t = tiles(p) - 1 - task / all;
+    const int64_t bh = apart(task % all, all, p.threads);
     const int64_t i0 = t * kTileRows<R>;  // causal: the last rows see most
     const Rows rows{bh / p.H, bh % p.H, i0, std::min(kTileRows<R>, p.M - i0)};
     const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
