@@ -134,7 +134,9 @@ struct Key {
     uint64_t found = used;
     for (int32_t i = 0; i < used; ++i)
       found = (found ^ uint64_t(words[i])) * 0x9E3779B97F4A7C15u, found ^= found >> 32;
-    return found;
+    // Once more: the high bits of the last word, of a double, have not reached the low bits yet.
+    found *= 0x9E3779B97F4A7C15u;
+    return found ^ found >> 32;
   }
   bool operator==(const Key& other) const {
     return used == other.used && std::memcmp(words, other.words, used * sizeof *words) == 0;
@@ -266,8 +268,8 @@ void free_plan(PyObject* capsule) {
 
 // Plans lie in sets, by the hash of their key. A set has room for a few, the newest first: another
 // one replaces the oldest.
-constexpr uint64_t kSets = 128;
-constexpr int kWays = 4;
+constexpr uint64_t kSets = 64;
+constexpr int kWays = 8;
 FastPlan* plans[kSets][kWays];
 
 PyObject* forget_plans(PyObject*, PyObject*) {
