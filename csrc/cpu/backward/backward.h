@@ -170,7 +170,7 @@ struct Backward {
       const int64_t t = at % G::tiles(p);
       const Rows rows = G::tile_rows(p, of.b, of.hk * group + at / G::tiles(p), t);
       if (visible_keys<Mul>(p, rows, of.J0).count <= 0) {
-        if (!S::pass(p, rows, t, of.chunk)) return;
+        if (!S::add_in_turn(p, rows, t, of.chunk)) return;
         continue;
       }
       const int64_t index = G::tile_index(p, of.b, rows.h, t);
@@ -180,7 +180,7 @@ struct Backward {
       } else {  // nothing to add to dq: only pass the turn on
         if (!wait_for_turn(p, w.turn + index, of.chunk)) return;
         pass_turn(w.turn + index, of.chunk);
-        if (!S::pass(p, rows, t, of.chunk)) return;
+        if (!S::add_in_turn(p, rows, t, of.chunk)) return;
       }
     }
   }
@@ -233,12 +233,7 @@ struct Backward {
     G::stage_rows(p, rows, T::lanes, buf);
     G::template scores<NV>(p, rows, keys, block, w, index * G::kRows, buf);
     if (MaskGradient<Mul>::is_ds(p)) MaskGradient<Mul>::write_ds(p, rows, keys, T::lanes, buf.ds);
-    if (Shared::is_one(p)) {
-      const Shared sum(p, rows, t, chunk);
-      if (!sum.begin(p)) return;
-      sum.add(rows, keys, T::lanes, buf.ds);
-      sum.end(p);
-    }
+    if (!Shared::add_in_turn(p, rows, t, chunk, keys, T::lanes, buf.ds)) return;
     if (buf.captured) T::captured_gradients(p, rows, keys, buf.ds, buf.score, buf.captured);
     if (!G::of_weights(p)) {  // dV += dropout(P) dO
       const R* s = p.dropout_p > 0 ? buf.dropped : buf.s;

@@ -109,12 +109,7 @@ struct Second {
       store(buf.ds_t + x, ds_t);
     });
     if (keep) Masks::write_ds(p, rows, keys, T::lanes, buf.sum);
-    if (shared) {
-      const Shared sum(p, rows, t, chunk);
-      if (!sum.begin(p)) return;
-      sum.add(rows, keys, T::lanes, buf.sum);
-      sum.end(p);
-    }
+    if (!Shared::add_in_turn(p, rows, t, chunk, keys, T::lanes, buf.sum)) return;
 
     // C += factor tile X, where X is a tensor of the rows or its tangent.
     const auto add_rows = [&](const R* tile, const FaTensor& x, int64_t columns, R* room, R* sum,

@@ -95,11 +95,14 @@ struct SharedMask {
       write_row(p.dmask.data, result.dtype, result.at(i, J0), result.step, keys, row(i, J0));
     pass_turn(turn, mine);
   }
-  // Passes the turn on where these rows see none of the keys. False if the run is interrupted.
-  static bool pass(const Params& p, const Rows& rows, int64_t t, int64_t chunk) {
+  // Adds the dS of a tile, or nothing where its rows see none of the keys, in its turn. False if the
+  // run is interrupted.
+  static bool add_in_turn(const Params& p, const Rows& rows, int64_t t, int64_t chunk,
+                          const Keys& seen = {}, int64_t lanes = 0, const R* ds = nullptr) {
     if (!is_one(p)) return true;
     const SharedMask part(p, rows, t, chunk);
     if (!part.begin(p)) return false;
+    part.add(rows, seen, lanes, ds);
     part.end(p);
     return true;
   }
