@@ -255,17 +255,3 @@ def test_without_sm_90a_the_reason_is_in_the_library(wanted, reason, with_sm90, 
     assert done.returncode == 0, done.stdout
     text = (folder / made).read_bytes()
     assert b"no kernel of this class is built: " in text and reason.encode() in text
-
-
-def test_the_backend_reports_the_written_reason(tmp_path):
-    (tmp_path / "no_cuda.txt").write_text("of a reason")
-    missing = tmp_path / "libfastattn_cuda.so"
-    found = json.loads(without_gpu(["-m", "fastattn", "--json"], missing))["backends"]["cuda"]
-    assert found["reason"] == "the CUDA kernels were not built: of a reason"
-
-
-def test_a_file_that_is_no_library_is_reported(tmp_path):
-    broken = tmp_path / "libfastattn_cuda.so"
-    broken.write_bytes(b"no library")
-    found = json.loads(without_gpu(["-m", "fastattn", "--json"], broken))["backends"]["cuda"]
-    assert found["reason"].startswith("the CUDA kernels do not load: ")

@@ -5,6 +5,7 @@
 A row is a dict from factor to level. `forbidden(f, a, g, b)` says whether level a of f excludes
 level b of g. Each row starts with a combination that no row has yet, and takes, factor by factor,
 the level that adds most new ones (AETG, Cohen et al. 1997). The same arguments give the same rows.
+No row at all is a ValueError: what has no case tests nothing.
 """
 
 import itertools
@@ -56,6 +57,8 @@ def array(factors, forbidden, strength=2, seed=0, tries=3, most=None):
         row = max(drafts, key=lambda row: left[np.ix_(*[row] * strength)].sum())
         left[np.ix_(*[row] * strength)] = False
         rows.append({names[of[x][0]]: of[x][1] for x in sorted(row)})
+    if not rows:
+        raise ValueError(f"no row is allowed of {factors}")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Without the extension: the reason, at set-up and in use."""
+"""Without the extension, or the CUDA kernels: the reason, at set-up and in use."""
 
 import json
 from pathlib import Path
@@ -48,6 +48,15 @@ def test_a_missing_extension_has_a_reason(loaded, monkeypatch, tmp_path):
     monkeypatch.delenv("FASTATTN_EXTENSION")
     monkeypatch.setattr(libraries.machinery, "EXTENSION_SUFFIXES", [".so"])
     assert loaded(path) == "this Python has no stable ABI"
+
+
+def test_missing_cuda_kernels_have_a_reason(monkeypatch, tmp_path):
+    path, load = tmp_path / "libfastattn_cuda.so", libraries._load_cuda.__wrapped__
+    monkeypatch.setenv("FASTATTN_CUDA_LIBRARY", str(path))
+    (tmp_path / "no_cuda.txt").write_text("of a reason")
+    assert load() == "the CUDA kernels were not built: of a reason"
+    path.write_bytes(b"no library")
+    assert load().startswith("the CUDA kernels do not load: ")
 
 
 @needs_extension

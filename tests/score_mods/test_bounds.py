@@ -39,6 +39,7 @@ KNOWN = {  # an expression of whole numbers, and its bounds
     "a product": (lambda i, j: (i - 3) * (j + 1), (-36, 96)),
     "a remainder": (lambda i, j: (i - j) % 5, (0, 4)),
     "a quotient": (lambda i, j: (i - j) // 4, (-3, 2)),
+    "a quotient of floats": (lambda i, j: ((i - 3) / (j + 1)).to(torch.int64), (-3, 8)),
     "a distance": (lambda i, j: (i - j).abs(), (0, 11)),
     "a clamp": (lambda i, j: (i * i).clamp(2, 9), (2, 9)),
     "some bits": (lambda i, j: (i - j) & 7, (0, 7)),

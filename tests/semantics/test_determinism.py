@@ -39,9 +39,14 @@ SHAPES = {
 # Calls of other forms, of sizes that threads share.
 SIZES = dict(M=(2, 130), N=(1500, 300), grad=("all",))
 SELECTED = dict(grad=("all",), B=(1,), M=(160,), N=(300, 129), heads=((32, 2),), lists=("one",))
-OTHERS = [("packed", SIZES), ("selected", SELECTED)]
-OTHERS += [("paged", SIZES | dict(stored=(x,), page=(16, 64))) for x in factors.PAGED["stored"]]
-ROWS = [(form, row) for form, levels in OTHERS for row in factors.rows(form, most=4, **levels)]
+OTHERS = [("packed", 4, SIZES), ("selected", 4, SELECTED)]
+PAGES = SIZES | dict(page=(16, 64))
+OTHERS += [("paged", 4, PAGES | dict(stored=("own",)))]
+STORED = PAGES | dict(grad=("no",))  # what is stored in fewer bits has no gradients
+OTHERS += [("paged", 2, STORED | dict(stored=(x,))) for x in factors.PAGED["stored"][1:]]
+ROWS = [
+    (form, row) for form, most, levels in OTHERS for row in factors.rows(form, most=most, **levels)
+]
 
 
 def same(found, first, where):

@@ -191,3 +191,6 @@ def test_forward_mode_through_the_operator_and_compiled_is_an_error_never_a_zero
             arguments = op_arguments(False)
             dual = forward_ad.make_dual(arguments[0], arguments[0])
             torch.ops.fastattn.attention(dual, *arguments[1:])
+        with pytest.raises(NotImplementedError, match="attention_jvp, which compiles"):
+            dual = forward_ad.make_dual(*2 * (arguments[0][None],))
+            torch.vmap(lambda x: torch.ops.fastattn.attention(x, *arguments[1:]))(dual)

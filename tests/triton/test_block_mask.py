@@ -79,7 +79,9 @@ def test_blocks(what, form, band, side):
     lengths = torch.tensor([100, N]) if band == "lengths" else None
     with looked_at():
         job = call(mask, band, lengths)
-    found = job.block_mask(side, tile_configs.Config(BM, BN, 4, 1))
+    c = tile_configs.Config(BM, BN, 4, 1)
+    found = job.block_mask(side, c)
+    assert job.block_mask(side, c) is found, "made again"
 
     # What the band and the lengths show.
     n = torch.tensor([N, N]) if lengths is None else lengths
