@@ -30,6 +30,7 @@ def test_a_training_step_is_that_of_eager_attention(name, monkeypatch):
         assert worst(gradients[where], x, 1e-3) < 1e-4, where
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler reads it
 def test_stock_raises_after_the_patch():
     model, given = made(FAMILY["Llama"]), inputs(FAMILY["Llama"], "left")

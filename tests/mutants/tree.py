@@ -28,6 +28,7 @@ TESTED_IN |= dict(kernels="triton", score="score_mods")
 # Tests that build or copy the installed package, which the copy is not.
 OF_INSTALLED = ["broken_library", "types", "wheel"]
 MEMORY = 20 << 30  # a fault may ask for any amount; a test reserves 9 GB that it does not use
+INTERPRETED = ["tests/features", "tests/triton"]  # as in the Makefile
 DEFAULT, NEAR = "semantics", 8  # files that are likely to fail
 MOST = 1800  # seconds of a run
 
@@ -113,7 +114,7 @@ class Tree:
             yield "near", near, False
         yield "others", others, False
         if not file.startswith("csrc"):
-            yield "others", ["tests"], True
+            yield "others", INTERPRETED, True
 
     def near(self, file):
         """The files of tests that are about this file: in the folder of its name, naming it."""

@@ -19,7 +19,8 @@ class Ranks:
 
     def __init__(self, most, timeout=TIMEOUT):
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which imports torch once
+        context.set_forkserver_preload([__name__, "fastattn.distributed", "torch.distributed"])
         self.pipes, self.processes = [], []
         for rank in range(most):
             ours, child_pipe = context.Pipe()

@@ -71,7 +71,7 @@ def test_conflicts_are_counted(emulator):
         steps(emulator, 8, step, 2, each)
 
 
-@pytest.mark.parametrize("d", [32, 64, 96, 128, 192, 256])
+@parametrize("d", [32, 64, 96, 128, 192, 256], fast=2)  # wide kernels take a minute to build
 def test_no_kernel_has_conflicts_in_its_tiles(d):
     """In forward, backward and decode."""
     with everywhere(banks=True) as backend:
