@@ -580,7 +580,8 @@ def prepare(
         t = _tensors((q, k, v, mask, *_as_given(given), seed, *_ABSENT))
     if given["score_mod"] is not None or given["mask_mod"] is not None:
         functions = given["score_mod"], given["mask_mod"]
-        t, plain, with_grad = _with_functions(t, plain, *functions, in_parts)
+        t, plain = _with_functions(t, plain, *functions, in_parts)
+        with_grad = plain  # it has decided
     if mod is not None:
         t = _with_captured(t, mod)
         plain, with_grad = (
@@ -662,8 +663,7 @@ def prepare_packed(
     t = changed(t, cu_q=cu_q, cu_k=cu_k, block_table=block_table)
     o = changed(o, max_q=max_q, max_k=max_k)
     if any(functions.values()):
-        t, plain, with_grad = _with_functions(t, changed(o, grad=False), **functions)
-        o = with_grad if is_grad_enabled() and _requires_grad(t) else plain
+        return _with_functions(t, o, **functions)
     return t, o
 
 
@@ -703,9 +703,9 @@ def _with_functions(
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     in_parts: bool = False,
-) -> tuple[Tensors, Options, Options]:
+) -> tuple[Tensors, Options]:
     """The call with a score_mod and a mask_mod, as programs, or as a mask where no kernel runs them
-    or where a mask is as small; and the options with gradients.
+    or where a mask is as small.
 
     Raises:
         NotImplementedError: The kernels of this device run no programs, and the score_mod amounts
@@ -720,9 +720,9 @@ def _with_functions(
     sizes = Shape(B, t.q.shape[1], M, N)
     about = About(sizes, dtype, device, begin, o.softcap, runs, in_parts)
     mod_call, rest, lowered = made_of(score_mod, mask_mod, about, is_plain())
+    options: dict[str, Any] = {}
     if mod_call.structure.band is not None:
-        left, right = mod_call.structure.band
-        o = changed(o, left=left, right=right)
+        options["left"], options["right"] = mod_call.structure.band
     if mod_call.structure.key_lengths is not None:
         t = changed(t, key_lengths=mod_call.structure.key_lengths)
     if mod_call.structure.alibi is not None:
@@ -733,22 +733,22 @@ def _with_functions(
             "programs, in a call in parts, which has no mask; use backend=None, or "
             "strategy='gather' or 'ulysses'"
         )
+    options["softcap"] = rest.softcap
     if lowered is not None:
-        programs = dict(score_mod=lowered.text, captured_sizes=lowered.sizes)
-        t, o = _with_captured(t, lowered), changed(o, softcap=rest.softcap, **programs)
+        t = _with_captured(t, lowered)
+        options["score_mod"], options["captured_sizes"] = lowered.text, lowered.sizes
     elif rest.score is None:
         t = changed(t, mask=_mask_of(mod_call, t.mask))
-        o = changed(o, softcap=rest.softcap)
     elif mod_call.sum is not None and o.softcap is None:
         t = changed(t, mask=_mask_of(mod_call, t.mask))
-        o = changed(o, softcap=mod_call.sum.softcap)
+        options["softcap"] = mod_call.sum.softcap
     else:
         raise NotImplementedError(
             "score_mod: the kernels of this device run no programs, and a score_mod that is not "
             "softcap(score) + f(b, h, i, j), without a softcap after it, amounts to no mask: "
             "fastattn.flex_attention runs it on the oracle"
         )
-    return t, o, changed(o, grad=True)
+    return t, changed(o, grad=is_grad_enabled() and _requires_grad(t), **options)
 
 
 _checked: set[Any] = set()
@@ -772,6 +772,8 @@ def _is_plain(t: Tensors, o: Options) -> bool:
 
 
 def _with_captured(t: Tensors, mod: Lowered) -> Tensors:
+    if mod.floats is mod.ints is mod.blocks is None:
+        return t
     return changed(t, captured_floats=mod.floats, captured_ints=mod.ints, mask_blocks=mod.blocks)
 
 
