@@ -265,8 +265,6 @@ def spread(
 ) -> list[Tensor | None]:
     """Gradients that a pass computed, in the order of the first n `Tensors`, None for one without a
     gradient."""
-    if len(needs_grad) == n:
-        return list(grads)
     every: list[Tensor | None] = [None] * n
     for name, grad in zip(needs_grad, grads):
         every[INDEX[name]] = grad

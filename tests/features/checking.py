@@ -12,7 +12,7 @@ from tests.features.caches import cached
 from tests.features.calls import Expected, dense, packed, selected
 from tests.support.backends import INTERPRETED, REASONS, variant, variants
 from tests.support.cases import DTYPES
-from tests.support.error_budget import one_thread
+from tests.support.error_budget import on_threads, one_thread
 
 MAKE = dict(dense=dense, packed=packed, paged=packed, selected=selected, cache=cached)
 
@@ -52,7 +52,7 @@ def complaints(form, row, way):
         with one_thread():
             call = MAKE[form](row)
             expected = Expected(call)
-            with on(way) as more:
+            with on(way) as more, on_threads(row["threads"]):
                 found = call.run(**more)
             missing = [f"{name}: got none" for name in expected.exact.keys() - found.keys()]
             return missing or expected.about(found)

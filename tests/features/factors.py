@@ -37,12 +37,13 @@ SCORES = {
 }
 COMMON = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
-    "heads": ((2, 2), (4, 2), (3, 1), (17, 1)),
+    "heads": ((2, 2), (4, 2), (3, 1), (17, 1), (10, 5)),
     "small_layout": ("contiguous", "strided", "shifted", "columns", "padded"),
     "small_dtype": ("wide", "own", "float64"),  # of slopes and sinks
     "grad": ("all", "no", "q", "kv", "others", "k", "v"),
     "lse": ("no", "loss"),
     "values": ("normal", "leaks", "large"),
+    "threads": (1, 2, 3),
 }
 IN_MEMORY = {f"{name}_layout": LAYOUTS for name in "qkv"}
 DENSE = {
@@ -124,6 +125,7 @@ RANKS = {
     for name, levels in DENSE.items()
     if name
     not in ("place", "qv", "mod", "grad", "way", "row_invariant", "deterministic", "dout_layout")
+    and name != "threads"
 } | {
     "M": (63, 1, 5, 130),
     "N": (63, 1, 9, 130),
@@ -150,6 +152,7 @@ IN_FLOAT64 = NEAR | dict(dtype=("float64",), mask=tuple(x for x in NEAR["mask"] 
 FORMS = {"dense": DENSE, "packed": PACKED, "paged": PAGED, "selected": SELECTED, "cache": CACHE}
 SHORT = ("M", "N", "B", "D", "Dv", "dtype", "heads", "q_layout", "k_layout", "v_layout", "causal")
 SHORT += ("scale", "values", "way", "dout_layout", "small_layout", "small_dtype", "mask_shape")
+SHORT += ("threads",)
 # The factor that tests an argument of `attention`, `attention_packed` or `attention_selected`, or a
 # tensor of `spec.Tensors`.
 FACTOR_OF = {
@@ -307,6 +310,9 @@ def edges():
     # Draws of rows, keys, heads and items of a large index.
     for sizes in (dict(M=70_000, N=4), dict(M=2, N=70_000), dict(B=300), dict(heads=(300, 300))):
         add(**dict(M=3, N=4, D=2, Dv=2) | sizes, dropout="seed", values="normal", dtype="float32")
+    # Threads take the heads of results in an order of their own, which 2 or 3 heads do not show.
+    for form, m, threads in itertools.product(FORMS, (1, 4, 37), (2, 3)):
+        add(form, M=m, N=600, heads=(10, 5), threads=threads)
     return found
 
 

@@ -46,6 +46,8 @@ def skipped(node):
         node = node.value
     if isinstance(node, ast.Call):
         return called(node) in SILENT
+    if isinstance(node, ast.FunctionDef):
+        return any(ast.unparse(x).endswith("overload") for x in node.decorator_list)
     if isinstance(node, ast.If):
         return any(x in ast.unparse(node.test) for x in ("TYPE_CHECKING", "__name__"))
     return isinstance(node, UNREAD)

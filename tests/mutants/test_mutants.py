@@ -25,6 +25,7 @@ PYTHON = {
     "é = a < b": ["off by one: é = (a <= b)"],
     '"""1 < 2"""\n__all__ = ["a"]\nraise ValueError(1 + 2)': [],
     "def f(x: A[1] = None) -> B[2]:\n    assert isinstance(x, int), 3": [],
+    "@overload\ndef f(x: int = 3): ...": [],
     "tl.multiple_of(x, 16)\nwarnings.warn('a' if b else 'c')": [],
 }
 CPP = {

@@ -9,7 +9,7 @@ import torch
 
 import fastattn
 from fastattn.backends import base
-from fastattn.call import spec
+from fastattn.call import spec, validation
 from tests.support.backends import (
     DECLARED,
     FUSED,
@@ -34,6 +34,13 @@ def run_all(name, problems):
 def test_backend_is_here():
     """The CPU kernels are part of every build: their absence is a failure, not a skip."""
     assert fastattn.available_backends()["cpu"] is None
+
+
+def test_the_defaults_of_a_spec_are_those_of_a_plain_call():
+    x = torch.zeros(1, 2, 5, 16)
+    sizes = dict(B=1, H=2, Hk=2, M=5, N=5, D=16, Dv=16)
+    plain = spec.AttentionSpec(**sizes, dtype=x.dtype, device="cpu", scale=0.25)
+    assert validation.describe(spec.Tensors(x, x, x), spec.Options()) == plain
 
 
 @pytest.mark.parametrize("name", base.names())

@@ -181,14 +181,19 @@ def expected_dtype(name, problem):
 
 
 @contextmanager
-def one_thread():
-    """Run on one thread: for hundreds of tiny operations a second costs ten times what it saves."""
+def on_threads(count):
+    """Run on so many threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def one_thread():
+    """For hundreds of tiny operations a second thread costs ten times what it saves."""
+    return on_threads(1)
 
 
 class Verdict:

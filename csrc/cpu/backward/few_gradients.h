@@ -72,18 +72,17 @@ struct FewGradients {
 
   struct Task {
     int64_t b, hk, h0, chunk;
-    Task(const Params& p, int64_t number) {
-      const int64_t task = apart(number, p.B * p.Hk * Chunks::chunks(p), p.threads);
+    Task(const Params& p, int64_t task) {
       b = task / p.Hk % p.B;
       hk = task % p.Hk;
       h0 = hk * Chunks::group(p);
       chunk = task / p.Hk / p.B;
     }
   };
-  static void run(const Params& p, int64_t task, char* scratch) {
+  static void run(const Params& p, int64_t number, char* scratch) {
     Buffers buf;
     carve(p, scratch, buf);
-    const Task of(p, task);
+    const Task of(p, apart(number, p.B * p.Hk * Chunks::chunks(p), p.threads));
     stage_rows(p, of, buf);
     std::fill(buf.dq, buf.dq + rows(p) * Sum::columns(p.D), R(0));
     const int64_t end = std::min((of.chunk + 1) * Chunks::kChunkKeys, p.N);

@@ -151,9 +151,7 @@ class _Code:
 
     def _value(self, values: Sequence[Value], x: int, slot_of: dict[int, Slot]) -> None:
         op, args, kind, number, _ = values[x]
-        bits = 0
-        if op == "constant":
-            bits = _bits(number) if kind == "float" else int(number or 0)
+        bits = _bits(number) if isinstance(number, float) else int(number or 0)
         letter = kind if op in ("constant", "load") else values[args[-1]].kind if args else ""
         name = f"{op}:{letter[0]}" if letter else op
         self._append(name, slot_of[x], [slot_of[y] for y in args], bits)
