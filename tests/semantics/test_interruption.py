@@ -205,6 +205,23 @@ except KeyboardInterrupt:
 print(differ(expected, made))
 """
 
+# Meanwhile a handler makes a smaller call, with memory of its own.
+A_SMALL_CALL = """
+import signal
+small, long = (torch.randn(1, 1, n, 64) for n in (3, 16000))
+expected, of_long = (fastattn.attention(x, x, x) for x in (small, long))
+made = []
+
+def handler(*_):
+    made.append(torch.equal(fastattn.attention(small, small, small), expected))
+
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+found = fastattn.attention(long, long, long)
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(torch.equal(found, of_long), len(made) > 1 and all(made))
+"""
+
 
 # The process ends while a thread that Python does not wait for is inside of a call: a long one, as
 # C++ ends a process in which such a thread is between two calls, in one of torch's functions.
@@ -238,6 +255,11 @@ def output_of(program, **constants):
 def test_no_memory_is_a_memory_error():
     found = output_of(NO_MEMORY, THREADS=1, BACKWARD=False)
     assert found == "the CPU kernels could not allocate their scratch memory"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such timer")
+def test_a_handler_makes_a_small_call():
+    assert output_of(A_SMALL_CALL, THREADS=2, BACKWARD=False) == "True True"
 
 
 # The extension, and ctypes.
