@@ -13,7 +13,13 @@ from transformers import masking_utils as masks  # noqa: E402
 
 import fastattn.integrations.transformers as ours  # noqa: E402
 from fastattn.integrations import transformers_attention  # noqa: E402
-from fastattn.integrations.transformers_masks import StructuredMask, make_mask  # noqa: E402
+from fastattn.integrations.transformers_masks import (  # noqa: E402
+    CallRows,
+    Pattern,
+    StructuredMask,
+    _arguments,
+    make_mask,
+)
 
 from ..support.marks import parametrize  # noqa: E402
 from ..support.transformers_families import FAMILY, VOCABULARY, made, text  # noqa: E402
@@ -207,6 +213,19 @@ def test_a_static_cache_has_lengths(calls):
     assert not any("mask" in x for x in calls)
     assert [x["key_lengths"][0].item() for x in calls[2:]] == [25, 25, 26, 26, 27, 27]
     assert all(structure(x) == {"key_lengths"} for x in calls[2:])  # also once the cache is full
+
+
+def test_a_padded_static_cache_has_one_layout():
+    """The position is a tensor, which is not read, and the padding a mask of all columns: else
+    compiled code would be compiled again at the next step."""
+    seen = torch.ones(2, 42, dtype=torch.bool)[:, ::2]
+    seen[0, :3] = False
+    found = _arguments(
+        Pattern(causal=True), seen, CallRows(2, 1, 21, torch.tensor(9), 0, "cpu", True)
+    )
+    assert structure(found) == {"causal", "key_lengths", "mask"}
+    assert found["key_lengths"].tolist() == [10, 10]
+    assert found["mask"].is_contiguous() and torch.equal(found["mask"][:, 0, 0], seen)
 
 
 POSITIONS = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])[None]

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
+from fastattn.dropin import sdpa
 from tests.support.marks import parametrize
 from tests.support.torch_calls import rand
 
@@ -198,6 +199,11 @@ def test_masks(form, name, kind):
         return
     for layout in ("contiguous", "tokens", "sequence-first", "one-projection"):
         compare(inputs(form, layout), mask, **options(form))
+
+
+def test_a_mask_that_items_share_stays_one():
+    """Kernels sum its gradient over the items, and torch does not sum expanded ones."""
+    assert sdpa._merge_mask(torch.randn(1, 1, 2, 3, 4), (5, 6)).shape == (2, 3, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
