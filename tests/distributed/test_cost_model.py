@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import distributed
 from fastattn.distributed import cost_model
 from fastattn.distributed import layout as layouts
+from fastattn.distributed.ring import PartialResult
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 
 MESH = (2, 2)
@@ -177,6 +179,36 @@ def test_a_ring_hop_costs_the_longer_of_compute_and_transfer():
     assert cost_model.cost("ring", c, slow).seconds == pytest.approx(20 * hop)
     both = 2 * (10 * 7 * 4 / 2 / 100 + 0.75)  # keys, then values
     assert cost_model.cost("gather", c, machine).seconds == pytest.approx(both + 2 * hop)
+
+
+class OfOneSize(TorchDispatchMode):
+    """Counts the tensors of a size that operations take, and make."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.taken, self.made = size, 0, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **kwargs or {})
+        self.taken += sum(x.shape == self.size for x in args if isinstance(x, torch.Tensor))
+        self.made += isinstance(found, torch.Tensor) and found.shape == self.size
+        return found
+
+
+def test_a_merge_takes_the_time_and_memory_of_its_operations():
+    out, normaliser = torch.zeros(1, 2, 10, 4), torch.zeros(2, 1, 2, 10)
+    with OfOneSize(out.shape) as counted:
+        PartialResult(out, normaliser).merged(PartialResult(out, normaliser))
+    spans = layouts.spans("contiguous", 20, 2)
+    c = cost_model.CallSizes((2,), spans, spans, 1, 2, 1, 3, 4, torch.float32)
+    free = replace(cost_model.H100, flops={torch.float32: (math.inf,) * 2}, call=0.0, merge=0.0)
+    link = cost_model.Link(rate=math.inf, latency=0.0, message=0.0)
+    machine = replace(free, memory=1.0, near=link, far=link)
+    bytes, keys, norm = out.nbytes, 10 * (3 + 4) * 4, normaliser.nbytes
+    found = cost_model.cost("ring", c, machine)
+    assert found.seconds == (counted.taken + counted.made) * bytes
+    # Keys in use, coming and sent; out, a part of it, and what its merge makes.
+    assert found.memory == 3 * keys + (2 + counted.made) * bytes + 2 * norm
 
 
 @pytest.mark.parametrize("strategy, mesh", SHAPES.items())
