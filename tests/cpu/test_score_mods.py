@@ -248,6 +248,14 @@ def test_an_index_out_of_range_raises_where_it_is_seen(isa, dtype):
         assert torch.equal(out, fastattn.attention(q, k, v, score_mod=same, **near))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+def test_an_empty_captured_tensor_has_no_element(dtype):
+    """Also where blocks have classes, for which nothing is known of its elements."""
+    empty, q = torch.empty(0, dtype=dtype), torch.randn(1, 1, 300, 8)
+    with pytest.raises(IndexError, match="out of range"):
+        fastattn.attention(q, q, q, mask_mod=lambda b, h, i, j: -(empty[j] + 0) <= 0, backend="cpu")
+
+
 def test_nothing_outside_of_a_table_is_read():
     """An operator that is called with another table than the one its program was made for."""
     q, k, v = (x.detach() for x in tensors(torch.float32))
