@@ -46,7 +46,7 @@ def test_every_odd_head_dim(name, first, dtype):
 WIDTHS = ((576, 512), (513, 1024), (577, 3), (1024, 544))
 ROWS = [
     ("dense", row | dict(zip(("D", "Dv"), WIDTHS[row["M"] % 4])))
-    for row in factors.rows("dense", most=24, qv=("no",))
+    for row in factors.rows("dense", most=24, qv=("no",), B=(2, 1), heads=((2, 2), (4, 2), (3, 1)))
 ]
 ROWS += [("paged", row) for row in factors.rows("paged", most=24, widths=WIDTHS, qv=("no",))]
 
