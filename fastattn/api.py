@@ -580,8 +580,7 @@ def prepare(
         t = _tensors((q, k, v, mask, *_as_given(given), seed, *_ABSENT))
     if given["score_mod"] is not None or given["mask_mod"] is not None:
         functions = given["score_mod"], given["mask_mod"]
-        t, plain = _with_functions(t, plain, *functions, in_parts)
-        with_grad = plain  # it has decided
+        return _with_functions(t, plain, *functions, in_parts)
     if mod is not None:
         t = _with_captured(t, mod)
         plain, with_grad = (

@@ -120,13 +120,9 @@ CACHE = {
 }
 # A call over ranks, beside its strategy. Each rank has a part with a place of its own:
 # tests/distributed.
-RANKS = {
-    name: levels
-    for name, levels in DENSE.items()
-    if name
-    not in ("place", "qv", "mod", "grad", "way", "row_invariant", "deterministic", "dout_layout")
-    and name != "threads"
-} | {
+NOT_OF_RANKS = ("place", "qv", "mod", "grad", "way", "row_invariant", "deterministic")
+NOT_OF_RANKS += ("dout_layout", "threads")
+RANKS = {name: levels for name, levels in DENSE.items() if name not in NOT_OF_RANKS} | {
     "M": (63, 1, 5, 130),
     "N": (63, 1, 9, 130),
     "D": (16, 3, 33),
