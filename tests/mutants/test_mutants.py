@@ -95,6 +95,7 @@ TOY = {
 def test_add():
     assert sums.add(1, 2) == 3
 """,
+    "tests/triton/conftest.py": "",
 }
 
 
