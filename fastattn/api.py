@@ -22,12 +22,14 @@ from .backends.native.marshalling import kind
 from .backends.shared.per_sequence import longest
 from .backends.triton.runtime import unavailable as triton_unavailable
 from .call.argument_hints import by_position
+from .call.causal_sequences import with_causal_sequences
 from .call.constants import constant
 from .call.int4 import INT4
 from .call.need import alignment, flag, need_a_tensor, need_dense, real, whole
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
 from .call.quantisation import STORAGE
 from .call.qv import joined
+from .call.row_lengths import with_row_lengths
 from .call.signatures import refuse_unknown, with_arguments
 from .call.spec import (
     ARGUMENTS,
@@ -87,6 +89,7 @@ class PackedArguments(Arguments, total=False):
     k_scale: Tensor | None
     v_scale: Tensor | None
     qv: Tensor | None
+    row_lengths: Tensor | None
 
 
 @overload
@@ -266,6 +269,7 @@ def attention_packed(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     qv: Tensor | None = None,
+    row_lengths: Tensor | None = None,
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -306,9 +310,14 @@ def attention_packed(
             gradient, either.
         v_scale: The same for v.
         qv: More queries, of the values, as in `attention`; not of rows in eight or four bits.
+        row_lengths: The number of rows of each sequence that are used, if these are fewer than cu_q
+            says: the first ones. The others are empty rows. "bottom_right" aligns the last row that
+            is used. Dropout draws for sequence b what it draws for item 2 b of a batch. max_q is
+            that of all rows.
         return_lse: If True, also return the LSE.
         **arguments: Those of `attention`. "bottom_right" aligns the last row of each sequence with
-            its last key. Dropout draws for sequence b what it draws for item b of a batch.
+            its last key. causal may be a bool tensor: whether each sequence is causal, as by True,
+            or as by "bottom_right" with Place(bottom_right=True). Dropout draws for sequence b what it draws for item b of a batch.
             key_lengths is at most a sequence's number of keys. Only head, item and bottom_right of
             place may be set.
 
@@ -320,10 +329,12 @@ def attention_packed(
         cu_q: (B + 1,), int32 or int64, on q's device.
         cu_k: As cu_q.
         block_table: (B, blocks), int32 or int64.
-        k_scale: (S, Hk) or (P, page, Hk), float32.
+        k_scale: (S, Hk) or (P, page, Hk), float32; (Hk,) for each head, or () for all.
         v_scale: As k_scale.
         qv: (T, H, Dv), q's dtype.
+        row_lengths: (B,), int32 or int64, on q's device.
         mask: Broadcasts to (B, H, max_q, max_k).
+        causal: A bool, a string, or (B,), torch.bool.
         key_lengths: (B,).
         out: (T, H, Dv), q's dtype.
         lse: (T, H), float32 (float64 for float64).
@@ -350,6 +361,11 @@ def attention_packed(
     """
     if surplus:
         raise by_position("attention_packed", "q, k, v, cu_q, cu_k", surplus)
+    if row_lengths is not None:
+        if max_q is None and isinstance(q, Tensor) and q.ndim == 3:
+            max_q = longest("max_q", None, cu_q, q.shape[0])
+        given = row_lengths, cu_q, cu_k, block_table, arguments
+        cu_q, cu_k, block_table, arguments = with_row_lengths(*given)  # ty: ignore
     where = cu_q, cu_k, block_table, max_q, max_k, k_scale, v_scale
     known = max_q is not None and (max_k is not None or cu_k is None)  # a plan sees no offsets
     if known and qv is None and not is_dynamo_compiling():
@@ -645,6 +661,8 @@ def prepare_packed(
 ) -> tuple[Tensors, Options]:
     """`prepare` for a packed batch."""
     paged = block_table is not None
+    if isinstance(arguments.get("causal"), Tensor):
+        arguments = with_causal_sequences(arguments["causal"], cu_q, cu_k, arguments)
     functions = {name: arguments.get(name) for name in ("score_mod", "mask_mod")}
     if any(functions.values()):  # they are traced when the sizes of sequences are known
         arguments = {name: x for name, x in arguments.items() if name not in functions}

@@ -32,13 +32,18 @@ def pages_first(name: str, x: Any) -> Tensor:
 
 
 def scales_first(name: str, x: Any, k: Tensor, pages: bool) -> Tensor:
-    """Scales (S,Hk) as (1,Hk,S), or (P,page,Hk) as (P,Hk,page): one for each row of k."""
+    """Scales (S,Hk) as (1,Hk,S), or (P,page,Hk) as (P,Hk,page): one for each row of k. (Hk,) and
+    () are scales of each head, and of all."""
     need_a_tensor(name, x, "a torch.Tensor or None")
     P, Hk, S, _ = k.shape
     expected = (P, S, Hk) if pages else (S, Hk)
+    if x.ndim == 0 or (x.ndim == 1 and agree(x.shape, (Hk,))):
+        x = x.expand(expected)
     if not agree(x.shape, expected):
         axes = "(P, page, Hk)" if pages else "(S, Hk)"
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {axes} = {expected}")
+        raise ValueError(
+            f"{name}: got shape {tuple(x.shape)}, expected {axes} = {expected}, (Hk,) or ()"
+        )
     return x.transpose(-1, -2) if pages else x.transpose(0, 1).unsqueeze(0)
 
 

@@ -40,7 +40,7 @@ def cached(row):
     tensors = dict(q=laid(q, row["q_layout"]), **tensors)
     given |= dict(more, allow_empty_rows=True)
     call = Call(row, cache.attention, tensors, given, dout, draw)
-    sequences(call, ms, ns, lambda b: lambda x: x[b], values, sizes)
+    sequences(call, ms, ms, ns, lambda b: lambda x: x[b], values, sizes)
     return call
 
 

@@ -230,7 +230,7 @@ def packed(row):
     """A packed call, of keys one after the other or in pages, of the dtype of q or of few bits."""
     draw = Draw(row)
     (H, Hk), (D, Dv), (ms, ns) = row["heads"], row["widths"], counts(row)
-    (B, T), storage = (len(ms), sum(ms)), row.get("stored", "own")
+    B, storage = len(ms), row.get("stored", "own")
     index = getattr(torch, row["index"])
     if row.get("pages", "none") == "none":
         size, keys_of, given = consecutive(ns, index)
@@ -239,6 +239,11 @@ def packed(row):
     if row.get("lengths", "no") != "no":
         seen = [n if b == 0 else n // 2 for b, n in enumerate(ns)]
         given["key_lengths"] = draw.small(torch.tensor(seen).to(getattr(torch, row["lengths"])))
+    used = ms
+    if row["used"] == "fewer":  # sequences of more rows than these, of which they use these
+        ms = [m + 3 * (b != 1) for b, m in enumerate(ms)]
+        given["row_lengths"] = draw.small(torch.tensor(used).to(index))
+    T = sum(ms)
     if row["longest"] != "unsaid":
         spare = 3 * (row["longest"] == "spare")
         given |= dict(max_q=max(ms) + spare, max_k=max(ns) + spare)
@@ -253,13 +258,14 @@ def packed(row):
             x[~read] = torch.nan
             tensors[name] = laid(x, row[f"{name}_layout"], heads=-2)
             continue
-        tensors[name], scale, values[name] = stored(draw, x.shape, storage)
+        tensors[name], scale, values[name] = stored(draw, x.shape, storage, row["scale_layout"])
         if storage == "int4":
             sizes[name] = int4_sizes(tensors[name])
         if row[f"{name}_layout"] == "permuted":
             tensors[name] = laid(tensors[name], "permuted")
         if scale is not None:
-            scale[~read] = torch.nan
+            if scale.ndim == read.ndim + 1:
+                scale[~read] = torch.nan
             given[f"{name}_scale"] = spread(scale, row["scale_layout"])
     if row["qv"] != "no":
         tensors["qv"] = draw.randn(T, H, Dv)
@@ -271,7 +277,7 @@ def packed(row):
     more, others = of_scores(draw, row, B, H, *longest)
     given |= others | dict(cu_q=offsets(ms, index))
     call = Call(row, fastattn.attention_packed, tensors | more, given, draw.randn(T, H, Dv), draw)
-    sequences(call, ms, ns, keys_of, values, sizes)
+    sequences(call, ms, used, ns, keys_of, values, sizes)
     return call
 
 
@@ -305,9 +311,10 @@ def in_pages(draw, row, ns, index):
     return (P, page), lambda b: lambda x: x[table[b, : each[b]]].flatten(0, 1)[: ns[b]], given
 
 
-def stored(draw, shape, storage):
+def stored(draw, shape, storage, scales):
     """Rows in fewer bits, their scales, and the numbers that they are, in float64. A third of the
-    rows are of usual numbers, of any codes, and of the smallest (subnormal) ones."""
+    rows are of usual numbers, of any codes, and of the smallest (subnormal) ones. scales: those of
+    rows, "of heads", or "one" of all."""
     x = draw.randn(*shape, dtype=torch.float32)
     if storage == "int4":
         x = quantised_int4(x * 0.7 + 0.3)
@@ -324,6 +331,10 @@ def stored(draw, shape, storage):
     numbers = torch.where(kind[..., None] == 2, tiny, numbers)
     numbers = (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
     scale = torch.where(kind == 1, 3 / most, torch.where(kind == 2, 1 / small, scale)).float()
+    if scales == "of heads":
+        scale = 3 / most / torch.arange(1.0, shape[-2] + 1)
+    elif scales == "one":
+        scale = torch.tensor(2 / most)
     return numbers, scale, numbers.double() * scale[..., None].double()
 
 
@@ -335,20 +346,31 @@ def int4_sizes(x):
     return dequantised_int4(x, torch.float64) - minima + minima.abs()
 
 
-def sequences(call, ms, ns, keys_of, values, sizes):
-    """Add a piece for each sequence of a packed call. values: the numbers that k and v are, if
-    these are in few bits, and their sizes; keys_of(b): a function from k or v to the keys of b."""
+def sequences(call, ms, used, ns, keys_of, values, sizes):
+    """Add a piece for each sequence of a packed call, and one for the rows that it does not use.
+    values: the numbers that k and v are, if these are in few bits, and their sizes; keys_of(b): a
+    function from k or v to the keys of b."""
     ends = offsets(ms, torch.int64).tolist()
     kwargs = {n: call.given[n] for n in OF_A_SEQUENCE if n in call.given}
     if "block_table" in call.given:
         kwargs.pop("key_lengths", None)
     place = place_of(call.row)
-    for b, (m, n) in enumerate(zip(ms, ns, strict=True)):
-        rows = slice(ends[b], ends[b + 1])
-        part = functools.partial(of_sequence, b=b, rows=rows, keys=keys_of(b), M=m, N=n)
-        own = {name: part(name, x) for name, x in kwargs.items()}
-        own["place"] = place._replace(item=place.item + b)
-        call.add(part, own, *({n: part(n, x) for n, x in some.items()} for some in (values, sizes)))
+    for b, (m, n) in enumerate(zip(used, ns, strict=True)):
+        parts = [(slice(ends[b], ends[b] + m), keys_of(b), n)]
+        if ends[b] + m < ends[b + 1]:
+            parts.append((slice(ends[b] + m, ends[b + 1]), no_keys, 0))
+        for rows, keys, count in parts:
+            M = rows.stop - rows.start
+            part = functools.partial(of_sequence, b=b, rows=rows, keys=keys, M=M, N=count)
+            given = {x: y for x, y in kwargs.items() if count or x != "key_lengths"}
+            own = {name: part(name, x) for name, x in given.items()}
+            own["place"] = place._replace(item=place.item + b)
+            few = ({x: part(x, y) for x, y in some.items()} for some in (values, sizes))
+            call.add(part, own, *few)
+
+
+def no_keys(x):
+    return x.flatten(0, -3)[:0]
 
 
 def of_sequence(name, x, b, rows, keys, M, N):

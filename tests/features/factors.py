@@ -66,6 +66,7 @@ PACKED = {
     "N": (33, 1, 16, 17, 65, 128, 129, 530),
     "counts": ("falling", "equal", "some empty"),
     "index": ("int64", "int32"),
+    "used": ("all", "fewer"),  # rows of a sequence
     "longest": ("exact", "spare", "unsaid"),  # max_q and max_k
     # Both at once: kernels of few bits ask for multiples of 32 or 64 in both.
     "widths": tuple(zip(WIDTHS, (16, 8, 1, 33, 3, 80, 17, 64, 128, 32), strict=True)),
@@ -83,7 +84,7 @@ PAGED = {
     "stored": ("own", "int8", "float8_e4m3fn", "float8_e5m2", "int4"),
     "page": (16, 1, 5, 64, 256),
     "pages": ("shuffled", "ascending", "shared", "none"),
-    "scale_layout": ("contiguous", "strided"),
+    "scale_layout": ("contiguous", "strided", "of heads", "one"),
 }
 SELECTED = {
     "B": (2, 1),
@@ -157,7 +158,7 @@ FACTOR_OF = {
     **dict(q="q_layout", k="k_layout", v="v_layout", key_lengths="lengths", alibi_slopes="alibi"),
     **dict(dropout_p="dropout", seed="dropout", score_mod="mod", mask_mod="mod", cu_q="index"),
     **dict(cu_k="index", block_table="pages", max_q="longest", max_k="longest", indices="named"),
-    **dict(k_scale="stored", v_scale="stored", return_lse="lse", normaliser="lse"),
+    **dict(row_lengths="used", k_scale="stored", v_scale="stored", return_lse="lse", normaliser="lse"),
     **dict(captured_floats="mod", captured_ints="mod", mask_blocks="mod", backend="way"),
 }
 
@@ -184,6 +185,8 @@ def forbidden(f, a, g, b):
         return g == "qv" and b != "no"
     if f == "offset" and a:
         return g == "stored" and b == "own"
+    if (f, a) == ("used", "fewer"):  # draws are those of other items: tests/semantics
+        return g == "dropout" and b != "no"
     if (f, a) == ("pages", "none"):
         return (g == "page" and b != 16) or (g, b) == ("stored", "own")
     if f == "latent" and a:  # values are the first columns of keys
