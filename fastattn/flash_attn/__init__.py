@@ -1,4 +1,5 @@
-"""flash-attn 2.8's functions on `fastattn.attention`: CPUs and GPUs, forward and backward.
+"""flash-attn 2.8's functions on `fastattn.attention`: CPUs and GPUs, forward and backward. Those of
+FlashAttention-3 are in `flash_attn_3`, of FlashAttention-4 in `cute`.
 
 Use `from fastattn.flash_attn import flash_attn_func` in code that can be changed. For code that
 cannot, `install()` makes `import flash_attn` find this package. README.md beside this file lists
@@ -6,7 +7,7 @@ what each function supports, and the differences from flash-attn.
 """
 
 from ..public_names import set_module
-from . import bert_padding, flash_attn_interface
+from . import bert_padding, cute, flash_attn_3, flash_attn_interface
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -21,6 +22,8 @@ from .installing import __version__, install, uninstall
 __all__ = [
     "__version__",
     "bert_padding",
+    "cute",
+    "flash_attn_3",
     "flash_attn_func",
     "flash_attn_interface",
     "flash_attn_kvpacked_func",

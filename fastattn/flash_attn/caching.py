@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..call.quantisation import STORAGE
 from ..nn.positions import rotate
 from .checks import in_their_names, need_integers, need_shape, refuse_int4, within
-from .translation import Arguments, dense, packed
+from .sequences import NO_SCALES, Functions, Keys, Rows, Scales, Tokens, attend_sequences
+from .translation import Arguments, dense
 
 
 class Cache(NamedTuple):
@@ -34,25 +36,25 @@ class Cache(NamedTuple):
         cache_leftpad: Tensor | None,
     ) -> Cache:
         """Make a Cache from flash-attn's arguments; raise if they do not fit each other."""
-        lie = "items", "capacity"
-        if block_table is not None:
-            lie = "blocks", "page"
-            need_integers("block_table", block_table, (batch, "pages"))
-            for name, x in (("_batch_idx", cache_batch_idx), ("_leftpad", cache_leftpad)):
-                if x is not None:
-                    raise ValueError(f"cache{name}: got it beside block_table, expected only one")
+        lie = ("items", "capacity") if block_table is None else ("blocks", "page")
         need_shape("k_cache", k_cache, (*lie, "heads", "head_dim"))
         need_shape("v_cache", v_cache, (*k_cache.shape[:3], "head_dim"))
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
             refuse_int4(name, x)
-        table, is_plain = block_table, False
         if cache_batch_idx is not None:
             need_integers("cache_batch_idx", cache_batch_idx, (batch,))
-            table = within("cache_batch_idx", cache_batch_idx, len(k_cache) - 1)[:, None]
-        elif table is None:
-            if len(k_cache) < batch:
-                raise ValueError(f"k_cache: got {len(k_cache)} items, expected {batch}, as q has")
-            table, is_plain = torch.arange(batch, device=k_cache.device)[:, None], True
+        if block_table is not None:
+            rows = batch if cache_batch_idx is None else "items"
+            need_integers("block_table", block_table, (rows, "pages"))
+            table = block_table
+        elif cache_batch_idx is None and len(k_cache) < batch:
+            raise ValueError(f"k_cache: got {len(k_cache)} items, expected {batch}, as q has")
+        else:
+            items = batch if cache_batch_idx is None else len(k_cache)
+            table = torch.arange(items, device=k_cache.device)[:, None]
+        if cache_batch_idx is not None:
+            table = table[within("cache_batch_idx", cache_batch_idx, len(table) - 1)]
+        is_plain = block_table is None and cache_batch_idx is None
         if cache_leftpad is not None:
             need_integers("cache_leftpad", cache_leftpad, (batch,))
         return cls(k_cache, v_cache, table, cache_leftpad, is_plain and cache_leftpad is None)
@@ -61,14 +63,17 @@ class Cache(NamedTuple):
     def capacity(self) -> int:
         return self.table.shape[1] * self.k.shape[1]
 
-    def lengths(self, cache_seqlens: int | Tensor | None, new: int) -> Tensor:
+    def lengths(self, cache_seqlens: int | Tensor | None, new: int | Tensor) -> Tensor:
         """Each sequence's length (B,) int64; raise on a CPU unless `new` more keys fit."""
         batch = len(self.table)
         if not isinstance(cache_seqlens, Tensor):
             length = self.capacity if cache_seqlens is None else cache_seqlens
             cache_seqlens = torch.full((batch,), length, device=self.k.device)
         need_integers("cache_seqlens", cache_seqlens, (batch,))
-        room = f"{self.capacity} keys fit" + (f", {new} new ones among them" if new else "")
+        told = "" if isinstance(new, int) and new == 0 else ", new ones among them"
+        if isinstance(new, int) and new:
+            told = f", {new} new ones among them"
+        room = f"{self.capacity} keys fit" + told
         return within("cache_seqlens", cache_seqlens, self.capacity - new, room)
 
     def looked_at(self, lengths: Tensor) -> Cache:
@@ -84,10 +89,8 @@ class Cache(NamedTuple):
             starts = within("cache_leftpad", starts, lengths, "no more than there are keys")
         return self._replace(table=table, starts=starts)
 
-    def append(self, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """Write k (B,n,Hk,D) and v (B,n,Hk,Dv) after the first `lengths` (B,) keys."""
-        item = torch.arange(len(k), device=lengths.device)[:, None]
-        at = lengths[:, None] + torch.arange(k.shape[1], device=lengths.device)
+    def append(self, k: Tensor, v: Tensor, at: Tensor, item: Tensor) -> None:
+        """Write token t of k and v, (B,n,Hk,·) or (n,Hk,·), as key at[t] of sequence item[t]."""
         page = self.k.shape[1]
         if not self.is_plain:
             item, at = self.table[item, at // page], at % page
@@ -100,14 +103,15 @@ class Cache(NamedTuple):
         With left padding a sequence begins inside a page, so every key becomes a page of one."""
         if self.starts is None:
             return self.k, self.v, (self.table, lengths)
-        first = self.table * self.capacity + self.starts[:, None]
-        table = first + torch.arange(self.capacity, device=first.device)
+        page, count = self.k.shape[1], self.capacity
+        j = (self.starts[:, None] + torch.arange(count, device=lengths.device)).clamp(max=count - 1)
+        table = self.table.long().gather(1, j // page) * page + j % page
         k, v = (x.flatten(0, 1)[:, None] for x in (self.k, self.v))
         return k, v, (table, lengths - self.starts)
 
 
 @torch.no_grad()
-def attend(
+def attend_to_cache(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
@@ -115,27 +119,55 @@ def attend(
     cache_seqlens: int | Tensor | None,
     rotation: tuple[Tensor | None, Tensor | None, bool],
     arguments: Arguments,
+    functions: Functions = Functions(),
+    scales: Scales = NO_SCALES,
+    *,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Append k and v, then attend: out (B,M,H,Dv) and LSE (B,H,M) of q (B,M,H,D)."""
-    new = 0 if k is None and v is None else _count_new(k, v, cache, cache_seqlens)
-    before = cache.lengths(cache_seqlens, new)
-    lengths = before + new
+    """Append k and v, then attend: out and LSE, (B,M,H,Dv) and (B,H,M) of q (B,M,H,D), or (T,H,Dv)
+    and (H,T) of q (T,H,D)."""
+    B = len(cache.table)
+    rows = Tokens.of("cu_seqlens_q", cu_seqlens_q, q)
+    new: Tokens | None = None
+    if k is not None or v is not None:
+        if cache_seqlens is None:
+            raise ValueError(
+                "cache_seqlens: got None beside k and v, expected the position at which to write "
+                "them"
+            )
+        new = Tokens.of("cu_seqlens_k_new", cu_seqlens_k_new, k)
+        _need_like_cache(k, v, cache, cu_seqlens_k_new is not None)
+    elif cu_seqlens_k_new is not None:
+        raise ValueError("cu_seqlens_k_new: got it without k and v, expected both, or None")
+    before = cache.lengths(cache_seqlens, 0 if new is None else new.counts)
+    lengths = before if new is None else before + new.counts
     cache = cache.looked_at(lengths)
     if any(x is not None for x in rotation[:2]):
-        together = not arguments["causal"] and arguments["window"] is None
-        q, k = _rotated(q, k, before, rotation, together)
-    if k is not None and v is not None:
-        cache.append(k, v, before)
-    B, M = q.shape[:2]
+        shown = arguments["window"], functions.band, functions.chunk or None
+        together = not arguments["causal"] and all(x is None for x in shown)
+        first = before
+        if rotary_seqlens is not None:
+            need_integers("rotary_seqlens", rotary_seqlens, (B,))
+            first = rotary_seqlens.long()
+        q, k = _rotated(q, k, rows, new, first, rotation, together)
+    elif rotary_seqlens is not None:
+        raise ValueError("rotary_seqlens: got it without rotary_cos, expected both, or None")
+    if k is not None and v is not None and new is not None:
+        cache.append(k, v, before[new.item] + new.step, new.item)
+    in_eight_bits = any(x.dtype in STORAGE for x in (q, cache.k))
     with in_their_names(k="k_cache", v="v_cache", key_lengths="cache_seqlens"):
-        if cache.is_plain:
-            given = arguments | dict(key_lengths=lengths)
-            return dense(q, cache.k[:B], cache.v[:B], given)[:2]
-        cu_q = M * torch.arange(B + 1, device=q.device)
-        keys, values, pages = cache.pages(lengths)
-        sizes = M, cache.capacity
-        out, lse, _ = packed(q.flatten(0, 1), keys, values, cu_q, pages, *sizes, arguments)
-        return out.unflatten(0, (B, M)), lse.unflatten(1, (B, M)).transpose(0, 1)
+        plain = cache.is_plain and scales == NO_SCALES and not in_eight_bits
+        if plain and cu_seqlens_q is None:
+            given = arguments | functions.of(q.shape[1], lengths) | dict(key_lengths=lengths)
+            return dense(q, cache.k[:B], cache.v[:B], given, qv=qv)[:2]
+        keys, values, (table, counts) = cache.pages(lengths)
+        of_rows = Rows.of(q, qv, cu_seqlens_q, None, max_seqlen_q)
+        of_keys = Keys(keys, values, None, table, counts, cache.capacity)
+        return attend_sequences(of_rows, of_keys, arguments, functions, scales)
 
 
 def _need_own(rows: Tensor) -> None:
@@ -147,40 +179,46 @@ def _need_own(rows: Tensor) -> None:
         )
 
 
-def _count_new(k: Tensor | None, v: Tensor | None, cache: Cache, cache_seqlens) -> int:
-    """The number of keys to append; raise if k or v does not fit the cache."""
-    if cache_seqlens is None:
-        raise ValueError(
-            "cache_seqlens: got None beside k and v, expected the position at which to write them"
-        )
-    n = k.shape[1] if isinstance(k, Tensor) and k.ndim > 1 else 0
+def _need_like_cache(k: Any, v: Any, cache: Cache, packed: bool) -> None:
+    """Raise if k or v does not fit the cache."""
+    axis = 0 if packed else 1
+    n = k.shape[axis] if isinstance(k, Tensor) and k.ndim > axis else 0
+    tokens = (n,) if packed else (len(cache.table), n)
     for name, x, into in (("k", k, cache.k), ("v", v, cache.v)):
-        expected = len(cache.table), n, *into.shape[2:]
+        expected = *tokens, *into.shape[2:]
         if not isinstance(x, Tensor) or x.shape != expected or x.dtype != into.dtype:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
             raise ValueError(f"{name}: got {got}, expected {into.dtype} {expected}, as its cache")
-    return n
 
 
-def _rotated(q, k, lengths, rotation, together: bool) -> tuple[Tensor, Tensor]:
-    """Rotate the first R columns of q and k. Row j of k is at position lengths + j, row i of q at
-    lengths + i, or, if `together`, every row of q at `lengths`."""
+def _rotated(
+    q: Tensor,
+    k: Tensor | None,
+    rows: Tokens,
+    new: Tokens | None,
+    first: Tensor,
+    rotation: tuple[Tensor | None, Tensor | None, bool],
+    together: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rotate the first R columns of q and k. Token j of a sequence is at position first + j, or, if
+    `together`, every row of q at `first`."""
     cos, sin, interleaved = rotation
-    if k is None:
+    if k is None or new is None:
         raise ValueError(
             "rotary_cos: got it without k, expected k too; rotate q alone before the call"
         )
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if not isinstance(x, Tensor) or x.ndim != 2 or 2 * x.shape[1] > q.shape[3]:
+        if not isinstance(x, Tensor) or x.ndim != 2 or 2 * x.shape[1] > q.shape[-1]:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-            raise ValueError(f"{name}: got {got}, expected (positions, R / 2), R <= {q.shape[3]}")
+            raise ValueError(f"{name}: got {got}, expected (positions, R / 2), R <= {q.shape[-1]}")
+    assert cos is not None and sin is not None
     if cos.shape != sin.shape:
         expected = f"{tuple(cos.shape)}, as rotary_cos has"
         raise ValueError(f"rotary_sin: got shape {tuple(sin.shape)}, expected {expected}")
 
-    def turn(x, still):
-        steps = torch.arange(x.shape[1], device=x.device) * (not still)
-        at = within("rotary_cos", lengths[:, None] + steps, len(cos) - 1, "the positions it has")
-        return rotate(x, cos[at][:, :, None], sin[at][:, :, None], interleaved)
+    def turn(x: Tensor, tokens: Tokens, still: bool) -> Tensor:
+        at = first[tokens.item] + tokens.step * (not still)
+        at = within("rotary_cos", at, len(cos) - 1, "the positions it has")
+        return rotate(x, cos[at][..., None, :], sin[at][..., None, :], interleaved)
 
-    return turn(q, together), turn(k, False)
+    return turn(q, rows, together), turn(k, new, False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..call.need import need_constant
-from .caching import Cache, attend
+from .caching import Cache, attend_to_cache
 from .checks import in_their_names, need_integers, need_shape
 from .translation import Results, arguments_of, dense, packed
 
@@ -432,8 +432,8 @@ def flash_attn_with_kvcache(
         rotary_sin: Sines.
         cache_seqlens: The number of keys of each item before this call. Later keys are not read.
             None is the full capacity.
-        cache_batch_idx: The cache item of each item of q; not with block_table.
-        cache_leftpad: Where each item's keys begin; not with block_table, as in flash-attn.
+        cache_batch_idx: The cache item, or with block_table its row, of each item of q.
+        cache_leftpad: Where each item's keys begin.
         block_table: The pages of each sequence, as in `flash_attn_varlen_func`.
         softmax_scale, causal, window_size, softcap: As in `flash_attn_func`.
         rotary_interleaved: If True, column 2c is paired with 2c + 1, otherwise c with c + R/2.
@@ -454,7 +454,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: An int, or (B,), int32 or int64.
         cache_batch_idx: (B,), int32 or int64.
         cache_leftpad: (B,), int32 or int64.
-        block_table: (B, pages), int32 or int64.
+        block_table: (B, pages), or (items, pages) with cache_batch_idx, int32 or int64.
         alibi_slopes: (H,) or (B, H).
         s_aux: (H,).
         out: (B, M, H, Dv), q's dtype.
@@ -485,5 +485,5 @@ def flash_attn_with_kvcache(
     need_shape("q", q, ("batch", "seqlen", "heads", "head_dim"))
     cache = Cache.of(k_cache, v_cache, len(q), block_table, cache_batch_idx, cache_leftpad)
     rotation = rotary_cos, rotary_sin, rotary_interleaved
-    out, lse = attend(q, k, v, cache, cache_seqlens, rotation, arguments)
+    out, lse = attend_to_cache(q, k, v, cache, cache_seqlens, rotation, arguments)
     return (out, lse) if return_softmax_lse else out

@@ -57,14 +57,21 @@ def _window(window_size) -> tuple[int | None, int | None]:
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, with_S_dmask: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: Arguments,
+    with_S_dmask: bool = False,
+    qv: Tensor | None = None,
 ) -> Results:
-    """Attend q (B,M,H,D) to k (B,N,Hk,D), v (B,N,Hk,Dv): out, LSE (B,H,M), S_dmask."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    """Attend q (B,M,H,D), qv (B,M,H,Dv) to k (B,N,Hk,D), v (B,N,Hk,Dv): out, LSE (B,H,M), S_dmask.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v), ("qv", q if qv is None else qv)):
         need_shape(name, x, ("batch", "seqlen", "heads", "head_dim"))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    more = {} if qv is None else dict(qv=qv.transpose(1, 2))
     arguments = _settled(arguments, q)
-    out, lse = attention(q, k, v, return_lse=True, **arguments)
+    out, lse = attention(q, k, v, return_lse=True, **arguments, **more)
     S_dmask = _signed_weights(q, k, arguments) if with_S_dmask and arguments["dropout_p"] else None
     return out.transpose(1, 2), lse, S_dmask
 

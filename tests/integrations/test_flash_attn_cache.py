@@ -15,6 +15,7 @@ LENGTHS = torch.tensor([0, 64, 129, 33], dtype=torch.int32)
 # Page sizes from single keys to more than the longest sequence. 7 divides no length but 0.
 LAYOUTS = ["plain", "batch_idx", "leftpad", "batch_idx_leftpad"]
 LAYOUTS += [f"page_{n}" for n in (1, 7, 16, 64, 256)]
+LAYOUTS += ["page_7_leftpad", "page_16_batch_idx", "page_64_batch_idx_leftpad"]
 NEW = {"nothing": (0, None), "one": (1, None), "three": (3, None), "as_many": (M, None)}
 NEW |= {"interleaved": (3, True), "halves": (M, False)}
 LOOKS = {
@@ -36,7 +37,7 @@ def problem(layout, new="nothing", rows=M, dtype=torch.float64):
     lengths, found = LENGTHS, {"cache_seqlens": LENGTHS}
     ends = lengths + count
     items, capacity = B, CAPACITY
-    if layout.startswith("batch_idx"):
+    if "batch_idx" in layout:
         items, found["cache_batch_idx"] = 7, torch.tensor([5, 0, 3, 6], dtype=torch.int32)
     if layout.endswith("leftpad"):
         found["cache_leftpad"] = torch.tensor([0, 63, 1, 33], dtype=torch.int32)
@@ -52,6 +53,9 @@ def problem(layout, new="nothing", rows=M, dtype=torch.float64):
                 torch.arange(table.shape[1] - n) % 3
             ]
         found["block_table"] = table
+        if "cache_batch_idx" in found:
+            found["block_table"] = torch.full((7, table.shape[1]), -7, dtype=torch.int32)
+            found["block_table"][found["cache_batch_idx"]] = table
     shape = (items, capacity, HK)
     k_cache, v_cache = random(*shape, D, seed=1), random(*shape, 6, seed=2)
     hide(k_cache, v_cache, found, lengths)
@@ -76,8 +80,8 @@ def hide(k_cache, v_cache, found, lengths):
         first = int(found["cache_leftpad"][b]) if "cache_leftpad" in found else 0
         for j in range(first, n):
             if "block_table" in found:
-                page = k_cache.shape[1]
-                keep[found["block_table"][b, j // page], j % page] = True
+                page, row = k_cache.shape[1], found.get("cache_batch_idx", range(B))[b]
+                keep[found["block_table"][row, j // page], j % page] = True
             else:
                 keep[found["cache_batch_idx"][b] if "cache_batch_idx" in found else b, j] = True
     for x in (k_cache, v_cache):
@@ -263,8 +267,7 @@ def pointing(entry, new="nothing"):
             changed("batch_idx", cache_batch_idx=torch.tensor([0, 7, 1, 2])),
             "cache_batch_idx: got 7",
         ),
-        (changed("page_16", cache_batch_idx=torch.arange(B)), "cache_batch_idx: got it beside"),
-        (changed("page_16", cache_leftpad=torch.zeros(B).int()), "cache_leftpad: got it beside"),
+        (changed("page_16", cache_batch_idx=torch.arange(B) + 1), "cache_batch_idx: got 4"),
         (changed("leftpad", cache_leftpad=torch.tensor([0, 65, 0, 0])), "cache_leftpad: got 65"),
         (changed("page_16", block_table=torch.zeros(2, 9).int()), "block_table: got torch.int32"),
         (changed("plain", "one", drop=["v"]), "v: got None, expected torch.float64"),

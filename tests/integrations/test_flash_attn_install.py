@@ -16,17 +16,25 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("flash_attn") is not None, reason="the real flash_attn is installed"
 )
 MODULES = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
+OF_3 = ("flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface")
+OF_4 = ("flash_attn.cute", "flash_attn.cute.interface", "flash_attn.cute.block_sparsity")
+PACKAGES = {"flash-attn": ["flash_attn"], "flash-attn-4": ["flash_attn"]}
+PACKAGES |= {"flash-attn-3": ["flash_attn_3", "flash_attn_interface"]}
 
 
 def found():
     """How the package looks to code that searches for it."""
-    try:
-        version = importlib.metadata.version("flash-attn")
-    except importlib.metadata.PackageNotFoundError:
-        version = None
-    distributions = importlib.metadata.packages_distributions().get("flash_attn")
-    loaded = [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
-    return version, distributions, loaded, importlib.util.find_spec("flash_attn") is not None
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    ours = [x for x in (MODULES + OF_3) if "." not in x]
+    of = importlib.metadata.packages_distributions()
+    distributions = {x: of[x] for x in ours if x in of}
+    loaded = [name for name in sys.modules if name.split(".")[0] in ours]
+    return versions, distributions, loaded, [x for x in ours if importlib.util.find_spec(x)]
 
 
 @pytest.fixture
@@ -51,13 +59,28 @@ def test_the_installed_modules_are_imported(installed):
     assert package.flash_attn_interface is interface
 
 
+@pytest.mark.parametrize("names, source", [(OF_3, fa.flash_attn_3), (OF_4, fa.cute)], ids=["3", "4"])
+def test_the_modules_of_later_versions_are_imported(installed, names, source):
+    """Each with all names, but __version__ of one with the version of its distribution."""
+    versions = found()[0]
+    for name in names:
+        module = importlib.import_module(name)
+        for public in source.__all__:
+            assert getattr(module, public) is getattr(source, public)
+        assert module.__version__ == versions["flash-attn-3" if names is OF_3 else "flash-attn-4"]
+    package = importlib.import_module("flash_attn")
+    assert package.flash_attn_func is fa.flash_attn_func and package.cute.flash_attn_func
+
+
 def test_importlib_metadata_lists_it(installed):
     for name in ("flash-attn", "flash_attn", "Flash_Attn"):
         assert importlib.metadata.version(name) == fa.__version__
-    assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+    of = importlib.metadata.packages_distributions()
+    for name, packages in PACKAGES.items():
+        assert all(name in of[x] for x in packages)
     names = [x.metadata["Name"] for x in importlib.metadata.distributions()]
-    assert names.count("flash-attn") == 1 and "torch" in names
-    for name in MODULES:
+    assert [names.count(x) for x in PACKAGES] == [1, 1, 1] and "torch" in names
+    for name in MODULES + OF_3 + OF_4:
         assert importlib.util.find_spec(name) is not None
     assert importlib.util.find_spec("flash_attn.layers") is None
 
@@ -73,59 +96,65 @@ def test_a_second_install_or_uninstall_changes_nothing(installed):
     assert sys.meta_path == finders
     fa.uninstall()
     fa.uninstall()
-    assert found() == (None, None, [], False)
+    assert found() == ({}, {}, [], [])
     fa.install()
 
 
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
 @pytest.mark.parametrize("imported", [False, True])
-def test_install_refuses_if_flash_attn_is_installed(imported, tmp_path, monkeypatch):
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("__version__ = '2.8.3'\n")
+def test_install_refuses_if_another_is_installed(imported, name, tmp_path, monkeypatch):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("__version__ = '2.8.3'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     if imported:
-        monkeypatch.setitem(sys.modules, "flash_attn", importlib.import_module("flash_attn"))
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
     finders = list(sys.meta_path)
-    with pytest.raises(RuntimeError, match="flash_attn: another package of this name is installed"):
+    with pytest.raises(RuntimeError, match=f"{name}: another package of this name is installed"):
         fa.install()
     assert sys.meta_path == finders
     monkeypatch.undo()
-    sys.modules.pop("flash_attn", None)
+    sys.modules.pop(name, None)
     importlib.invalidate_caches()
 
 
 ORDERS = {
     "before": "install()\nuninstall()\ninstall()\ninstall()\nimport transformers",
     "after": "import transformers.integrations.flash_attention\n"
-    "assert not is_available()\ninstall()",
+    "assert available() == []\ninstall()",
 }
 PROGRAM = """
 import logging
 import torch
 from fastattn.flash_attn import install, uninstall
 
-def is_available():
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_greater_or_equal
-    assert is_flash_attn_2_available() == is_flash_attn_greater_or_equal("2.8.0")
-    return is_flash_attn_2_available()
+def available():
+    from transformers import utils
+    from transformers.utils import import_utils, is_flash_attn_greater_or_equal
+    checks = {{x: getattr(import_utils, f"is_flash_attn_{{x}}_available") for x in (2, 3, 4)}}
+    assert checks[2]() == is_flash_attn_greater_or_equal("2.8.0")
+    assert checks[2]() == utils.is_flash_attn_2_available()
+    return [x for x, check in checks.items() if check()]
 
 {order}
-assert is_available()
+assert available() == [2, 3, 4]
 from transformers import LlamaConfig, LlamaModel, modeling_utils
 sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-given = sizes | dict(vocab_size=9, attn_implementation="flash_attention_2")
+given = sizes | dict(vocab_size=9, attn_implementation="flash_attention_{version}")
 model = LlamaModel(LlamaConfig(**given))
-assert model.config._attn_implementation == "flash_attention_2"
+assert model.config._attn_implementation == "flash_attention_{version}"
 model(torch.arange(6)[None])
 uninstall()
-assert not is_available()
-devices = modeling_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]["supported_devices"]
-assert "cpu" not in [name for _, name in devices]
+assert available() == []
+for version in (2, 3, 4):
+    devices = modeling_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]["supported_devices"]
+    assert "cpu" not in [name for _, name in devices]
 assert not logging.getLogger("transformers.modeling_utils").filters
 for use in (lambda: model(torch.arange(6)[None]), lambda: LlamaModel(LlamaConfig(**given))):
     try:
         use()
     except ImportError as error:
-        assert "installed" in str(error) or "kernels" in str(error), error
+        said = "installed", "kernels", "flash_attn"
+        assert any(x in str(error) for x in said), error
     else:
         raise AssertionError("transformers still finds flash_attn")
 print("done")
@@ -133,10 +162,10 @@ print("done")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS)
-def test_transformers_finds_the_installed_flash_attn(order):
+@pytest.mark.parametrize("order, version", [("before", 2), ("after", 2), ("before", 3), ("after", 4)])
+def test_transformers_finds_the_installed_flash_attn(order, version):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    program = textwrap.dedent(PROGRAM).format(order=ORDERS[order])
+    program = textwrap.dedent(PROGRAM).format(order=ORDERS[order], version=version)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout == "done\n", run.stderr
     assert "not initialized on GPU" not in run.stderr and "only supports torch" not in run.stderr

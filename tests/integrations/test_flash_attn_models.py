@@ -1,4 +1,4 @@
-"""Models of transformers with "flash_attention_2" through `fastattn.flash_attn.install`: logits,
+"""Models of transformers with "flash_attention_2", "_3" and "_4" through `install`: logits,
 gradients and generated tokens equal those of "eager" or "sdpa". Weights are random; nothing is
 downloaded."""
 
@@ -33,13 +33,18 @@ def installed():
     fa.uninstall()
 
 
+@pytest.fixture(params=[2, 3, 4], ids=lambda x: f"version {x}")
+def version(request):
+    return request.param
+
+
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, version):
     """The number of calls of each function. transformers caches the functions that it has found."""
     from transformers import modeling_flash_attention_utils as utils
 
     counts = dict(_flash_fn=0, _flash_varlen_fn=0, _flash_with_kvcache_fn=0)
-    utils.lazy_import_flash_attention("flash_attention_2")
+    utils.lazy_import_flash_attention(f"flash_attention_{version}")
 
     def counted(name, function):
         def call(*args, **kwargs):
@@ -49,7 +54,8 @@ def calls(monkeypatch):
         return call
 
     for name in counts:
-        monkeypatch.setattr(utils, name, counted(name, getattr(utils, name)))
+        if getattr(utils, name) is not None:  # transformers knows no cache of version 4
+            monkeypatch.setattr(utils, name, counted(name, getattr(utils, name)))
     return counts
 
 
@@ -62,10 +68,10 @@ def made(name, monkeypatch=None):
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", [*MODELS, "Bert"])
-def test_logits_and_gradients(name, padding, monkeypatch, calls):
+def test_logits_and_gradients(name, padding, monkeypatch, calls, version):
     model, given = made(name, monkeypatch), inputs(FAMILY[name], padding)
     function = "_flash_fn" if padding == "none" else "_flash_varlen_fn"
-    logits, gradients = outputs_and_gradients(model, given, "flash_attention_2")
+    logits, gradients = outputs_and_gradients(model, given, f"flash_attention_{version}")
     assert {x: n for x, n in calls.items() if n} == {function: model.config.num_hidden_layers}
     expected, exact = outputs_and_gradients(model, given, MODELS.get(name, "sdpa"))
     assert calls[function] == model.config.num_hidden_layers
@@ -77,11 +83,11 @@ def test_logits_and_gradients(name, padding, monkeypatch, calls):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_generate(name, monkeypatch, calls):
+def test_generate(name, monkeypatch, calls, version):
     """Prefill, then generation row by row with a cache and left padding."""
     model, (ids, mask) = made(name, monkeypatch), text("left")
     tokens = []
-    for implementation in ("flash_attention_2", MODELS[name]):
+    for implementation in (f"flash_attention_{version}", MODELS[name]):
         model.set_attn_implementation(implementation)
         given = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
         tokens.append(model.generate(ids, attention_mask=mask, **given))
@@ -92,13 +98,13 @@ def test_generate(name, monkeypatch, calls):
     )  # a sliding window drops the padding
 
 
-def test_padding_free_batches():
+def test_padding_free_batches(version):
     """One row of several sequences, distinguished by their position ids."""
     model = made("Llama")
     torch.manual_seed(1)
     ids = torch.randint(1, 97, (1, 24))
     positions = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])[None]
-    model.set_attn_implementation("flash_attention_2")
+    model.set_attn_implementation(f"flash_attention_{version}")
     packed = model(ids, position_ids=positions, use_cache=False).logits[0]
     model.set_attn_implementation("sdpa")
     alone = [model(x, use_cache=False).logits[0] for x in ids.split([5, 1, 11, 7], 1)]
@@ -107,7 +113,7 @@ def test_padding_free_batches():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
-def test_continuous_batching(name):
+def test_continuous_batching(name, version):
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = made(name)
@@ -130,14 +136,15 @@ def test_continuous_batching(name):
         ids = torch.tensor([prompt])
         return model.generate(ids, generation_config=config)[0, len(prompt) :].tolist()
 
-    tokens = together("paged|flash_attention_2")
+    tokens = together(f"paged|flash_attention_{version}")
     if name != "Gemma2":  # "paged|sdpa" has no softcap
         assert tokens == together("paged|sdpa")
     model.set_attn_implementation("eager")
     assert tokens == [alone(x) for x in prompts] and [len(x) for x in tokens] == [8] * 4
 
 
-def test_a_step_over_pages(calls):
+@pytest.mark.parametrize("version", [2, 3], indirect=True)
+def test_a_step_over_pages(calls, version):
     """Continuous batching on a GPU reads pages by a block table; this is that call."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
@@ -163,7 +170,7 @@ def test_a_step_over_pages(calls):
         k_cache=k_cache,
         v_cache=v_cache,
         s_aux=sinks,
-        attn_implementation="flash_attention_2",
+        attn_implementation=f"flash_attention_{version}",
     )
     where = torch.arange(4), cu_k, 1, 33
     expected = fa.flash_attn_varlen_func(

@@ -104,8 +104,8 @@ def with_kvcache(
     def place(b, position):
         if block_table is None:
             return (b if cache_batch_idx is None else int(cache_batch_idx[b])), position
-        page = k_cache.shape[1]
-        return int(block_table[b, position // page]), position % page
+        page, row = k_cache.shape[1], b if cache_batch_idx is None else int(cache_batch_idx[b])
+        return int(block_table[row, position // page]), position % page
 
     for b, rows in enumerate(q):
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -132,3 +132,54 @@ def with_kvcache(
         outs.append(out)
         lses.append(lse)
     return torch.stack(outs), torch.stack(lses), k_cache, v_cache
+
+
+def sequence(
+    q,
+    k,
+    v,
+    qv=None,
+    *,
+    scale=None,
+    causal=False,
+    window=(None, None),
+    chunk=0,
+    softcap=0.0,
+    sinks=None,
+    score_mod=None,
+    shown=None,
+):
+    """One sequence of FlashAttention-3 or -4: q (M,H,D), k (N,Hk,D), v (N,Hk,Dv), qv (M,H,Dv): out
+    (M,H,Dv), lse (H,M). window: (left, right), None for no limit, below 0 too. score_mod: of scores
+    (H,M,N). shown: (M,N) or (H,M,N), what else may be seen."""
+    (M, H, D), N = q.shape, len(k)
+    group = H // k.shape[1]
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = torch.einsum("ihd,jhd->hij", q, k)
+    if qv is not None:
+        D += v.shape[-1]
+        s = s + torch.einsum("ihd,jhd->hij", qv.double(), v)
+    s = s * (D**-0.5 if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if score_mod is not None:
+        s = score_mod(s)
+    at, j = torch.arange(M)[:, None] + N - M, torch.arange(N)[None]
+    seen = torch.ones(M, N, dtype=torch.bool)
+    left, right = window[0], 0 if causal else window[1]
+    if left is not None:
+        seen &= j >= at - left
+    if right is not None:
+        seen &= j <= at + right
+    if chunk:
+        first = at - at % chunk
+        seen &= (j >= first) & (j < first + chunk)
+    if shown is not None:
+        seen = seen & shown
+    s = s.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        s = torch.cat((s, sinks.double()[:, None, None].expand(-1, M, 1)), -1)
+    lse = s.logsumexp(-1) if s.shape[-1] else torch.full((H, M), -torch.inf, dtype=torch.float64)
+    p = torch.exp(s - torch.where(lse == -torch.inf, 0, lse)[..., None])[..., :N]
+    return torch.einsum("hij,jhd->ihd", p, v), lse

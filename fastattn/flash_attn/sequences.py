@@ -1,0 +1,319 @@
+"""The calls that FlashAttention-3 and -4 share: rows and keys padded, packed or in pages, of which
+sequences use the first ones; latent queries; scales of eight bits; and chunks, windows and
+functions that are a mask_mod and a score_mod here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api import attention_packed
+from ..call.need import need_constant
+from ..call.quantisation import STORAGE
+from ..call.spec import MaskMod, ScoreMod
+from .checks import in_their_names, need_integers, need_shape
+from .translation import Arguments, dense
+
+Count = int | Tensor  # one for all sequences, or (B,)
+Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v, (B,Hk)
+NO_SCALES: Scales = (None, None, None)
+_said: set[str] = set()
+
+
+class Functions(NamedTuple):
+    """What a call shows and how it changes scores, beside `Arguments`.
+
+    chunk: its size; a row sees the keys of its own chunk. 0 is none.
+    band: (left, right), of which one is below 0.
+    score_mod, mask_mod: from the numbers of rows and of keys to functions as of `attention`.
+    """
+
+    chunk: int = 0
+    band: tuple[int | None, int | None] | None = None
+    score_mod: Callable[[Count, Count], ScoreMod] | None = None
+    mask_mod: Callable[[Count, Count], MaskMod] | None = None
+
+    def of(self, rows: Count, keys: Count) -> Arguments:
+        """The arguments of a call of this many rows and keys."""
+        masks: list[MaskMod] = []
+        ahead = keys - rows  # row i is at i' = i + ahead
+        if self.chunk:
+            size = self.chunk
+            masks.append(lambda b, h, i, j: (i + each(ahead, b)) // size == j // size)
+        if self.band is not None:
+            left, right = self.band
+            if left is not None:
+                masks.append(lambda b, h, i, j: j - i >= each(ahead, b) - left)
+            if right is not None:
+                masks.append(lambda b, h, i, j: j - i <= each(ahead, b) + right)
+        if self.mask_mod is not None:
+            masks.append(self.mask_mod(rows, keys))
+        found: Arguments = {}
+        if masks:
+            found["mask_mod"] = _all_of(masks)
+        if self.score_mod is not None:
+            found["score_mod"] = self.score_mod(rows, keys)
+        return found
+
+
+def each(x: Count, b: Any) -> Any:
+    """That of sequence b."""
+    return x[b] if isinstance(x, Tensor) else x
+
+
+def _all_of(masks: list[MaskMod]) -> MaskMod:
+    first, *others = masks
+    if not others:
+        return first
+    rest = _all_of(others)
+    return lambda b, h, i, j: first(b, h, i, j) & rest(b, h, i, j)
+
+
+class Rows(NamedTuple):
+    """Queries (T,H,D) and qv (T,H,Dv) of sequences that begin at cu (B+1,). `used` (B,) of each
+    count, if not all; `longest` is the most rows of one. If they were given as (B,M,...), padded is
+    (B, M)."""
+
+    q: Tensor
+    qv: Tensor | None
+    cu: Tensor
+    used: Tensor | None
+    longest: int | None
+    padded: tuple[int, int] | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        qv: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        seqused_q: Tensor | None,
+        max_seqlen_q: int | None,
+    ) -> Rows:
+        if cu_seqlens_q is None:
+            need_shape("q", q, ("batch", "seqlen", "heads", "head_dim"))
+            B, M = q.shape[:2]
+            cu = M * torch.arange(B + 1, device=q.device)
+            flat = [None if x is None else x.flatten(0, 1) for x in (q, qv)]
+            rows = cls(flat[0], flat[1], cu, seqused_q, M, (B, M))  # ty: ignore
+        else:
+            need_shape("q", q, ("total", "heads", "head_dim"))
+            need_integers("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
+            most = whole_or_none(max_seqlen_q)
+            if seqused_q is not None and q.device.type == "cpu":
+                most = None  # theirs may be that of the rows that are used
+            rows = cls(q, qv, cu_seqlens_q, seqused_q, most, None)
+        if seqused_q is not None:
+            need_integers("seqused_q", seqused_q, (len(rows.cu) - 1,))
+        return rows
+
+    @property
+    def counts(self) -> Tensor:
+        return (self.cu.diff() if self.used is None else self.used).long()
+
+    def as_given(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """out (T,H,Dv) and LSE (T,H) as (B,M,H,Dv) and (B,H,M), or (T,H,Dv) and (H,T)."""
+        lse = lse.transpose(0, 1)
+        if self.padded is None:
+            return out, lse
+        return out.unflatten(0, self.padded), lse.unflatten(1, self.padded).transpose(0, 1)
+
+
+class Keys(NamedTuple):
+    """Keys and values of sequences: packed, (S,Hk,·), that begin at cu (B+1,), or in pages
+    (P,page,Hk,·) of `table` (B,pages). `lengths` (B,) of each count, or all."""
+
+    k: Tensor
+    v: Tensor
+    cu: Tensor | None
+    table: Tensor | None
+    lengths: Tensor | None
+    longest: int | None
+
+    @classmethod
+    def of(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_k: Tensor | None,
+        seqused_k: Tensor | None,
+        max_seqlen_k: int | None,
+        page_table: Tensor | None,
+        batch: int,
+    ) -> Keys:
+        """Raise TypeError and ValueError if the arguments do not fit each other."""
+        if seqused_k is not None:
+            need_integers("seqused_k", seqused_k, (batch,))
+        if page_table is not None:
+            if cu_seqlens_k is not None or seqused_k is None:
+                raise ValueError(
+                    "page_table: got it with cu_seqlens_k, or without seqused_k, expected the "
+                    "number of keys of each sequence in seqused_k"
+                )
+            need_integers("page_table", page_table, (batch, "pages"))
+            return cls(k, v, None, page_table, seqused_k, page_table.shape[1] * k.shape[1])
+        if cu_seqlens_k is not None:
+            need_integers("cu_seqlens_k", cu_seqlens_k, (batch + 1,))
+            return cls(k, v, cu_seqlens_k, None, seqused_k, whole_or_none(max_seqlen_k))
+        for name, x in (("k", k), ("v", v)):
+            need_shape(name, x, (batch, k.shape[1], "heads", "head_dim"))
+        N = k.shape[1]
+        if k.dtype in STORAGE:  # items are pages, as they lie
+            table = torch.arange(batch, device=k.device)[:, None]
+            if seqused_k is None:
+                seqused_k = torch.full((batch,), N, device=k.device)
+            return cls(k, v, None, table, seqused_k, N)
+        cu = N * torch.arange(batch + 1, device=k.device)
+        return cls(k.flatten(0, 1), v.flatten(0, 1), cu, None, seqused_k, N)
+
+    @property
+    def counts(self) -> Tensor:
+        if self.lengths is not None:
+            return self.lengths.long()
+        assert self.cu is not None
+        return self.cu.diff().long()
+
+
+class Tokens(NamedTuple):
+    """For each token of x, (B,n,...) or packed, its sequence, its place among those of the
+    sequence, and how many these are (B,); `item` and `step` broadcast to x's tokens."""
+
+    item: Tensor
+    step: Tensor
+    counts: Tensor | int
+
+    @classmethod
+    def of(cls, name: str, cu: Tensor | None, x: Any) -> Tokens:
+        """cu: the offsets `name`, if x is packed."""
+        device = getattr(x, "device", None)
+        if cu is None:
+            B, n = x.shape[:2] if isinstance(x, Tensor) and x.ndim > 1 else (0, 0)
+            item = torch.arange(B, device=device)[:, None]
+            return cls(item, torch.arange(n, device=device), n)
+        need_integers(name, cu, ("batch + 1",))
+        at = torch.arange(len(x), device=device)
+        item = torch.searchsorted(cu[1:].contiguous(), at, right=True).clamp(max=len(cu) - 2)
+        return cls(item, at - cu[item], cu.diff().long())
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: Arguments,
+    functions: Functions = Functions(),
+    scales: Scales = NO_SCALES,
+    *,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and LSE: (B,M,H,Dv), (B,H,M) of q (B,M,H,D); (T,H,Dv), (H,T) of q (T,H,D)."""
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table
+    in_eight_bits = any(isinstance(x, Tensor) and x.dtype in STORAGE for x in (q, k, v))
+    if all(x is None for x in (*lengths, *scales)) and not in_eight_bits:
+        need_shape("k", k, ("batch", "seqlen", "heads", "head_dim"))
+        with in_their_names():
+            given = arguments | functions.of(q.shape[1], k.shape[1])
+            return dense(q, k, v, given, qv=qv)[:2]
+    rows = Rows.of(q, qv, cu_seqlens_q, seqused_q, max_seqlen_q)
+    where = cu_seqlens_k, seqused_k, max_seqlen_k, page_table
+    keys = Keys.of(k, v, *where, len(rows.cu) - 1)
+    return attend_sequences(rows, keys, arguments, functions, scales)
+
+
+def attend_sequences(
+    rows: Rows,
+    keys: Keys,
+    arguments: Arguments,
+    functions: Functions = Functions(),
+    scales: Scales = NO_SCALES,
+) -> tuple[Tensor, Tensor]:
+    """As `attend`."""
+    q, qv, after = _scaled(rows, keys, scales)
+    given = arguments | functions.of(rows.counts, keys.counts)
+    given |= dict(max_q=rows.longest, max_k=keys.longest, qv=qv, row_lengths=rows.used)
+    if keys.k.dtype in STORAGE:
+        one = torch.ones((), device=q.device)
+        given |= dict(k_scale=one, v_scale=one)
+    where = keys.cu
+    if keys.table is not None:
+        where, given["block_table"] = None, keys.table
+    with in_their_names(
+        key_lengths="seqused_k", row_lengths="seqused_q", block_table="page_table"
+    ):
+        out, lse = attention_packed(
+            q, keys.k, keys.v, rows.cu, where, key_lengths=keys.lengths, return_lse=True, **given
+        )
+    if after is not None:
+        out = (out.to(torch.promote_types(out.dtype, after.dtype)) * after).to(out.dtype)
+    return rows.as_given(out, lse)
+
+
+def _scaled(
+    rows: Rows, keys: Keys, scales: Scales
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q and qv times the scales of q and k, in bfloat16 for eight bits, and the factor of outputs.
+
+    A score is linear in q and in k, and an output in v, so that scales need no pass over keys.
+    """
+    q, qv = rows.q, rows.qv
+    of_k = keys.k.dtype
+    if (of_k in STORAGE or q.dtype in STORAGE) and qv is not None:
+        raise NotImplementedError("qv: got it beside eight bits, expected float16 or bfloat16")
+    if q.dtype in STORAGE:
+        if of_k not in STORAGE:
+            raise ValueError(f"q.dtype: got {q.dtype}, expected that of k, {of_k}")
+        dtype = torch.bfloat16
+    else:
+        dtype = q.dtype
+    names = "q_descale", "k_descale", "v_descale"
+    B, Hk = len(rows.cu) - 1, keys.k.shape[-2]
+    group = q.shape[1] // Hk
+    found: list[Tensor | None] = []
+    for name, x in zip(names, scales):
+        if x is None:
+            found.append(None)
+            continue
+        need_shape(name, x, (B, Hk))
+        need_constant("there is no gradient of scales", **{name: x})
+        of_rows = x.float().repeat_interleave(group, 1)
+        rows_each = rows.cu.diff()
+        found.append(of_rows.repeat_interleave(rows_each, 0, output_size=len(q))[..., None])
+    of_q, of_keys, of_values = found
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def times(x: Tensor, *factors: Tensor | None) -> Tensor:
+        present = [f for f in factors if f is not None]
+        if not present:
+            return x.to(dtype)
+        x = x.to(wide)
+        for f in present:
+            x = x * f
+        return x.to(dtype)
+
+    scaled = times(q, of_q, of_keys)
+    return scaled, None if qv is None else times(qv, of_q, of_values), of_values
+
+
+def whole_or_none(x: Any) -> int | None:
+    """A number that may be a tensor of one element."""
+    return int(x.item()) if isinstance(x, Tensor) else x
+
+
+def say_once(**given: Any) -> None:
+    """Warn once of each argument that is not None: it has no meaning here, and changes nothing."""
+    for name, x in given.items():
+        if x is not None and name not in _said:
+            _said.add(name)
+            text = f"{name}: it tunes FlashAttention's own kernels and has no effect on fastattn's"
+            warnings.warn(text, stacklevel=3)
