@@ -317,9 +317,9 @@ def attention_packed(
         return_lse: If True, also return the LSE.
         **arguments: Those of `attention`. "bottom_right" aligns the last row of each sequence with
             its last key. causal may be a bool tensor: whether each sequence is causal, as by True,
-            or as by "bottom_right" with Place(bottom_right=True). Dropout draws for sequence b what it draws for item b of a batch.
-            key_lengths is at most a sequence's number of keys. Only head, item and bottom_right of
-            place may be set.
+            or as by "bottom_right" with Place(bottom_right=True). Dropout draws for sequence b what
+            it draws for item b of a batch. key_lengths is at most a sequence's number of keys. Only
+            head, item and bottom_right of place may be set.
 
     Shape:
         q: (T, H, D), T rows of all sequences.
@@ -662,7 +662,7 @@ def prepare_packed(
     """`prepare` for a packed batch."""
     paged = block_table is not None
     if isinstance(arguments.get("causal"), Tensor):
-        arguments = with_causal_sequences(arguments["causal"], cu_q, cu_k, arguments)
+        arguments: Any = with_causal_sequences(arguments["causal"], cu_q, cu_k, arguments)
     functions = {name: arguments.get(name) for name in ("score_mod", "mask_mod")}
     if any(functions.values()):  # they are traced when the sizes of sequences are known
         arguments = {name: x for name, x in arguments.items() if name not in functions}

@@ -10,7 +10,16 @@ from torch import Tensor
 from ..call.quantisation import STORAGE
 from ..nn.positions import rotate
 from .checks import in_their_names, need_integers, need_shape, refuse_int4, within
-from .sequences import NO_SCALES, Functions, Keys, Rows, Scales, Tokens, attend_sequences
+from .sequences import (
+    NO_FUNCTIONS,
+    NO_SCALES,
+    Functions,
+    Keys,
+    Rows,
+    Scales,
+    Tokens,
+    attend_sequences,
+)
 from .translation import Arguments, dense
 
 
@@ -119,7 +128,7 @@ def attend_to_cache(
     cache_seqlens: int | Tensor | None,
     rotation: tuple[Tensor | None, Tensor | None, bool],
     arguments: Arguments,
-    functions: Functions = Functions(),
+    functions: Functions = NO_FUNCTIONS,
     scales: Scales = NO_SCALES,
     *,
     qv: Tensor | None = None,
@@ -154,8 +163,6 @@ def attend_to_cache(
             need_integers("rotary_seqlens", rotary_seqlens, (B,))
             first = rotary_seqlens.long()
         q, k = _rotated(q, k, rows, new, first, rotation, together)
-    elif rotary_seqlens is not None:
-        raise ValueError("rotary_seqlens: got it without rotary_cos, expected both, or None")
     if k is not None and v is not None and new is not None:
         cache.append(k, v, before[new.item] + new.step, new.item)
     in_eight_bits = any(x.dtype in STORAGE for x in (q, cache.k))

@@ -11,7 +11,7 @@ operations, which there are none of here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from ..call.qv import joined
 from ..call.spec import MaskMod, ScoreMod
 from ..dropin.flex_blocks import mask_mod_of
 from ..selection.attend import attention_selected
-from .checks import in_their_names, need_integers, need_shape
+from .checks import in_their_names, need_integers
 from .flash_attn_3 import flash_attn_combine as combine_of_3
 from .flash_attn_3 import get_scheduler_metadata
 from .sequences import Count, Functions, Keys, Rows, Tokens, attend, each, say_once
@@ -216,18 +216,21 @@ def flash_attn_varlen_func(
         q: Queries: packed with cu_seqlens_q, else padded.
         k: Keys: packed with cu_seqlens_k, in pages with page_table, else padded.
         v: Values, laid out as k.
+        qv: As in `flash_attn_func`.
         cu_seqlens_q: Offsets of the sequences of q.
         cu_seqlens_k: Offsets of the sequences of k and v.
         max_seqlen_q: The largest number of rows of a sequence.
         max_seqlen_k: The largest number of keys of a sequence.
+        min_seqlen_k: It has no effect.
         seqused_q: The number of rows of each sequence that are used. The others are empty rows.
         seqused_k: The number of keys of each sequence that are used.
+        gather_kv_indices: As in `flash_attn_func`.
         page_table: The pages of each sequence; with seqused_k.
-        qv, gather_kv_indices, softmax_scale, causal, window_size: As in `flash_attn_func`.
-        learnable_sink, softcap, deterministic, score_mod, mask_mod: As in `flash_attn_func`.
-        aux_tensors, aux_scalars, return_lse: As in `flash_attn_func`.
+        softmax_scale, causal, window_size, learnable_sink, softcap: As in `flash_attn_func`.
+        num_splits, pack_gqa, deterministic: As in `flash_attn_func`.
+        score_mod, score_mod_bwd, mask_mod: As in `flash_attn_func`.
         block_sparse_tensors: Of padded rows and keys; as in `flash_attn_func`.
-        min_seqlen_k, num_splits, pack_gqa, score_mod_bwd: They have no effect.
+        aux_tensors, aux_scalars, return_lse: As in `flash_attn_func`.
         scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: They have no effect.
 
     Shape:
@@ -239,6 +242,7 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: (B,), int32 or int64.
         gather_kv_indices: (T, n) or (B, M, n); places in the row's sequence.
         page_table: (B, pages), int32 or int64.
+        learnable_sink: (H,).
         out: (T, H, Dv) or (B, M, H, Dv).
         lse: (H, T) or (B, H, M); with qv (T, H) or (B, M, H).
 
@@ -313,6 +317,9 @@ def flash_attn_combine(
         out_partial: (parts, B, M, H, Dv), or (parts, T, H, Dv).
         lse_partial: (parts, B, M, H), or (parts, T, H), float32 (float64 for float64).
         out: (B, M, H, Dv), or (T, H, Dv).
+        cu_seqlens: (B + 1,).
+        seqused: (B,).
+        virtual_batch_idx: (B,).
         lse: (B, M, H), or (T, H).
 
     Returns:
@@ -390,23 +397,19 @@ def _translated(
 
 
 def _window(window_size: Any, causal: bool) -> Window | None:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        left, right = window_size, ""
-    for x in (left, right):
-        if x is not None and (not isinstance(x, int) or isinstance(x, bool)):
-            expected = "a pair of ints or None"
-            raise ValueError(f"window_size: got {window_size!r}, expected {expected}")
-    if (left, right) in ((None, None), NO_WINDOW) or (causal and (left, right) == (-1, 0)):
+    edges = tuple(window_size) if isinstance(window_size, Iterable) else ()
+    if len(edges) != 2 or not all(x is None or type(x) is int for x in edges):
+        raise ValueError(f"window_size: got {window_size!r}, expected a pair of ints or None")
+    left, right = edges
+    if edges in ((None, None), NO_WINDOW) or (causal and edges == (-1, 0)):
         return None
-    right = 0 if causal else right
-    if left is not None and right is not None and left + right < 0:
+    end = 0 if causal else right
+    if left is not None and end is not None and left + end < 0:
         raise ValueError(
             f"window_size: got {window_size} with causal={causal}, expected edges with a key "
             "between: FlashAttention-4 takes these for no window; (None, None) is none"
         )
-    return left, right
+    return left, end
 
 
 class _Mods(NamedTuple):
@@ -534,13 +537,11 @@ def _gathered(
     seen = (indices >= 0) & (indices <= last[:, None])
     # All sequences are one item here, with the keys that each row sees of its own.
     indices = torch.where(seen, indices + keys.cu[tokens.item][:, None], -1)
-    x = dict(q=rows.q, k=keys.k, v=keys.v)
-    if qv is not None:
-        x["q"], x["k"] = joined(*x.values(), rows.qv)  # ty: ignore
-    one = {name: y.transpose(0, 1)[None] for name, y in x.items()}
-    given = {name: arguments[name] for name in ("scale", "softcap", "sinks")}
+    q, k, v = rows.q, keys.k, keys.v
+    if rows.qv is not None:
+        q, k = joined(q, k, v, rows.qv)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    given: dict[str, Any] = {name: arguments[name] for name in ("scale", "softcap", "sinks")}
     with in_their_names(indices="gather_kv_indices", sinks="learnable_sink"):
-        out, lse = attention_selected(
-            **one, indices=indices[None, None], return_lse=True, **given
-        )
+        out, lse = attention_selected(q, k, v, indices[None, None], return_lse=True, **given)
     return rows.as_given(out[0].transpose(0, 1), lse[0].transpose(0, 1))

@@ -59,15 +59,18 @@ def flash_attn_func(
         k: Keys.
         v: Values.
         softmax_scale: The factor of scores; None is 1 / sqrt(D), with qv 1 / sqrt(D + Dv).
-        causal, window_size, softcap: As in `fastattn.flash_attn.flash_attn_func`.
+        causal: As in `fastattn.flash_attn.flash_attn_func`.
         qv: More queries, of the values: scores are q k^T + qv v^T.
         q_descale: Factors of q and qv, for each item and key head.
         k_descale: Factors of k.
         v_descale: Factors of v.
+        window_size: As in `fastattn.flash_attn.flash_attn_func`.
         attention_chunk: If above 0, rows and keys are in chunks of so many, and a row sees the keys
             of its own chunk alone. Row i is in that of i' = i + N - M.
-        num_splits, pack_gqa, sm_margin: They have no effect.
+        softcap: As in `fastattn.flash_attn.flash_attn_func`.
+        num_splits, pack_gqa: They have no effect.
         deterministic: As in `fastattn.flash_attn.flash_attn_func`.
+        sm_margin: It has no effect.
         return_attn_probs: If True, also return softmax_lse.
         s_aux: One more logit in each row's denominator, for each head. FlashAttention-3 does not
             have this argument.
@@ -127,13 +130,15 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: Queries, then keys, then values.
-        num_heads_q: The number of query heads of a qkv of 4 dimensions.
         softmax_scale, causal, q_descale, k_descale, v_descale: As in `flash_attn_func`.
         window_size, attention_chunk, softcap, deterministic: As in `flash_attn_func`.
+        num_heads_q: The number of query heads of a qkv of 4 dimensions.
         sm_margin, return_attn_probs, s_aux: As in `flash_attn_func`.
 
     Shape:
         qkv: (B, M, 3, H, D), or (B, M, H + 2 Hk, D) with num_heads_q.
+        q_descale, k_descale, v_descale: (B, Hk), float32.
+        s_aux: (H,).
         out: (B, M, H, D).
 
     Returns:
@@ -205,9 +210,9 @@ def flash_attn_varlen_func(
         seqused_q: The number of rows of each sequence that are used, the first ones. The others are
             empty rows: 0, and -inf. FlashAttention-3 does not write these.
         seqused_k: The number of keys of each sequence that are used.
-        qv, q_descale, k_descale, v_descale, attention_chunk: As in `flash_attn_func`.
-        softmax_scale, causal, window_size, softcap, deterministic: As in `flash_attn_func`.
-        num_splits, pack_gqa, sm_margin, return_attn_probs, s_aux: As in `flash_attn_func`.
+        softmax_scale, causal, qv, q_descale, k_descale, v_descale: As in `flash_attn_func`.
+        window_size, attention_chunk, softcap, num_splits, pack_gqa: As in `flash_attn_func`.
+        deterministic, sm_margin, return_attn_probs, s_aux: As in `flash_attn_func`.
 
     Shape:
         q: (T, H, D).
@@ -217,6 +222,7 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: (B,), int32 or int64.
         qv: (T, H, Dv).
         q_descale, k_descale, v_descale: (B, Hk), float32.
+        s_aux: (H,).
         out: (T, H, Dv).
         softmax_lse: (H, T).
 
@@ -318,11 +324,12 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: Offsets of the sequences of k and v, if these are packed.
         max_seqlen_q: The largest number of rows of a sequence, with cu_seqlens_q.
         rotary_seqlens: The first position of each sequence; None is cache_seqlens.
-        q_descale, k_descale, v_descale, attention_chunk: As in `flash_attn_func`.
-        softmax_scale, causal, window_size, softcap, s_aux: As in `flash_attn_func`.
+        q_descale, k_descale, v_descale, softmax_scale: As in `flash_attn_func`.
+        causal, window_size, attention_chunk, softcap: As in `flash_attn_func`.
         rotary_interleaved: If True, column 2c is paired with 2c + 1, otherwise c with c + R/2.
         scheduler_metadata, num_splits, pack_gqa, sm_margin: They have no effect.
         return_softmax_lse: If True, also return softmax_lse.
+        s_aux: As in `flash_attn_func`.
 
     Shape:
         q: (B, M, H, D), or (T, H, D) with cu_seqlens_q.
@@ -337,6 +344,8 @@ def flash_attn_with_kvcache(
         page_table: (B, pages), or (items, pages) with cache_batch_idx, int32 or int64.
         cu_seqlens_q, cu_seqlens_k_new: (B + 1,), int32 or int64.
         q_descale, k_descale, v_descale: (B, Hk), float32.
+        scheduler_metadata: Any.
+        s_aux: (H,).
         out: (B, M, H, Dv) or (T, H, Dv), q's dtype; bfloat16 for float8.
         softmax_lse: (B, H, M) or (H, T).
 

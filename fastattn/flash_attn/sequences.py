@@ -60,6 +60,9 @@ class Functions(NamedTuple):
         return found
 
 
+NO_FUNCTIONS = Functions()
+
+
 def each(x: Count, b: Any) -> Any:
     """That of sequence b."""
     return x[b] if isinstance(x, Tensor) else x
@@ -205,7 +208,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     arguments: Arguments,
-    functions: Functions = Functions(),
+    functions: Functions = NO_FUNCTIONS,
     scales: Scales = NO_SCALES,
     *,
     qv: Tensor | None = None,
@@ -235,7 +238,7 @@ def attend_sequences(
     rows: Rows,
     keys: Keys,
     arguments: Arguments,
-    functions: Functions = Functions(),
+    functions: Functions = NO_FUNCTIONS,
     scales: Scales = NO_SCALES,
 ) -> tuple[Tensor, Tensor]:
     """As `attend`."""
@@ -248,9 +251,7 @@ def attend_sequences(
     where = keys.cu
     if keys.table is not None:
         where, given["block_table"] = None, keys.table
-    with in_their_names(
-        key_lengths="seqused_k", row_lengths="seqused_q", block_table="page_table"
-    ):
+    with in_their_names(key_lengths="seqused_k", row_lengths="seqused_q", block_table="page_table"):
         out, lse = attention_packed(
             q, keys.k, keys.v, rows.cu, where, key_lengths=keys.lengths, return_lse=True, **given
         )
@@ -259,9 +260,7 @@ def attend_sequences(
     return rows.as_given(out, lse)
 
 
-def _scaled(
-    rows: Rows, keys: Keys, scales: Scales
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _scaled(rows: Rows, keys: Keys, scales: Scales) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q and qv times the scales of q and k, in bfloat16 for eight bits, and the factor of outputs.
 
     A score is linear in q and in k, and an output in v, so that scales need no pass over keys.

@@ -64,8 +64,8 @@ def dense(
     with_S_dmask: bool = False,
     qv: Tensor | None = None,
 ) -> Results:
-    """Attend q (B,M,H,D), qv (B,M,H,Dv) to k (B,N,Hk,D), v (B,N,Hk,Dv): out, LSE (B,H,M), S_dmask.
-    """
+    """Attend q (B,M,H,D), and qv (B,M,H,Dv), to k (B,N,Hk,D), v (B,N,Hk,Dv): out, LSE (B,H,M),
+    S_dmask."""
     for name, x in (("q", q), ("k", k), ("v", v), ("qv", q if qv is None else qv)):
         need_shape(name, x, ("batch", "seqlen", "heads", "head_dim"))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -158,7 +158,9 @@ FACTOR_OF = {
     **dict(q="q_layout", k="k_layout", v="v_layout", key_lengths="lengths", alibi_slopes="alibi"),
     **dict(dropout_p="dropout", seed="dropout", score_mod="mod", mask_mod="mod", cu_q="index"),
     **dict(cu_k="index", block_table="pages", max_q="longest", max_k="longest", indices="named"),
-    **dict(row_lengths="used", k_scale="stored", v_scale="stored", return_lse="lse", normaliser="lse"),
+    **dict(
+        row_lengths="used", k_scale="stored", v_scale="stored", return_lse="lse", normaliser="lse"
+    ),
     **dict(captured_floats="mod", captured_ints="mod", mask_blocks="mod", backend="way"),
 }
 

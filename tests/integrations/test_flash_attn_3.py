@@ -265,7 +265,9 @@ def test_caches(row):
 def test_queries_keys_and_values_in_one_tensor(heads_q):
     qkv = random(2, 9, *((3, H) if heads_q is None else (H + 2 * HK,)), D)
     parts = qkv.unbind(2) if heads_q is None else qkv.split((H, HK, HK), 2)
-    look = dict(causal=True, attention_chunk=4, softcap=2.0, k_descale=torch.rand(2, parts[1].shape[2]))
+    look = dict(
+        causal=True, attention_chunk=4, softcap=2.0, k_descale=torch.rand(2, parts[1].shape[2])
+    )
     out, lse = fa3.flash_attn_qkvpacked_func(
         qkv, num_heads_q=heads_q, return_attn_probs=True, **look
     )
@@ -361,7 +363,6 @@ def packed(**given):
         (packed(seqused_q=torch.tensor([2])), ValueError, "seqused_q: got torch.int64"),
         (cached(cu_seqlens_q=C), ValueError, "q: got shape"),
         (cached(cu_seqlens_k_new=C), ValueError, "cu_seqlens_k_new: got it without k"),
-        (cached(rotary_seqlens=C[:2]), ValueError, "rotary_seqlens: got it without rotary_cos"),
         (
             cached(k=X[0], v=X[0], cu_seqlens_k_new=C, cache_seqlens=3),
             ValueError,

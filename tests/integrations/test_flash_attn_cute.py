@@ -46,8 +46,8 @@ def forbidden(f, a, g, b):
         return (g, b) == ("used_k", False)
     if f == "blocks" and a != "no":
         return (g == "rows" and b == "packed") or (g == "keys" and b in ("packed", "paged"))
-    if f == "mask_mod" and a != "no" or f == "blocks" and a != "no":
-        return g == "causal" and b or (g == "window" and b != (None, None))
+    if f == "mask_mod" and a != "no":
+        return (g == "causal" and b) or (g == "window" and b != (None, None))
     if f == "score_mod" and a != "no":
         return g == "softcap" and b
     if f == "selected" and a:
@@ -103,13 +103,15 @@ def functions(row):
     def of_sequence(b, m, n, first_row, first_key):
         i, j = torch.arange(m)[:, None], torch.arange(n)[None]
         h = torch.arange(H)[:, None, None]
-        of_scores, shown = None, None
-        if row["score_mod"] == "table":
-            of_scores = lambda s: s + table[:, None, :n]
-        elif row["score_mod"] == "lengths":
-            of_scores = lambda s: s * 0.5 + (n - m) * 0.0625 * (h + 1) + b
-        elif row["score_mod"] == "offsets":
-            of_scores = lambda s: s + (first_row - first_key + i - j) * 0.125
+        shown = None
+
+        def of_scores(s):
+            if row["score_mod"] == "table":
+                return s + table[:, None, :n]
+            if row["score_mod"] == "lengths":
+                return s * 0.5 + (n - m) * 0.0625 * (h + 1) + b
+            return s if row["score_mod"] == "no" else s + (first_row - first_key + i - j) * 0.125
+
         if row["mask_mod"] == "table":
             shown = seen[:m, :n]
         elif row["mask_mod"] == "lengths":
@@ -171,7 +173,6 @@ def test_calls(row):
         g = torch.Generator().manual_seed(5)
         selected = torch.randint(-2, max(ns) + 2, (T, 20), generator=g)
         given["gather_kv_indices"] = selected.int()
-    places = torch.arange(S)
 
     def shaped(name, x):
         if x is None or (name in ("q", "qv") and row["rows"] == "packed"):
@@ -194,7 +195,7 @@ def test_calls(row):
             if row[f"used_{name}"]:
                 given[f"seqused_{name}"] = torch.tensor(some, dtype=torch.int32)
     if row["keys"] == "paged":
-        tensors, given["page_table"], places = paged(tensors, ns)
+        tensors, given["page_table"] = paged(tensors, ns)
         given["seqused_k"] = torch.tensor(used_k, dtype=torch.int32)
     out, lse = function(**tensors, **given)
     if row["qv"] != "no":
@@ -256,7 +257,7 @@ def paged(tensors, ns, page=16):
         pages = x.new_zeros((len(order) * page, *x.shape[1:]))
         return pages.index_copy(0, places, x).unflatten(0, (-1, page))
 
-    return tensors | {name: laid(tensors[name]) for name in "kv"}, table, places
+    return tensors | {name: laid(tensors[name]) for name in "kv"}, table
 
 
 SCORES = "learnable_sink=None softcap=0.0 num_splits=1 pack_gqa=None deterministic=False "
@@ -299,7 +300,12 @@ def test_windows_that_hide_nothing(window, causal):
 
 X = torch.zeros(2, 5, 4, 8)
 C = torch.tensor([0, 2, 5], dtype=torch.int32)
-TRUE = lambda b, h, i, j, info, aux: i >= 0
+
+
+def true(b, h, i, j, info, aux):
+    return i >= 0
+
+
 COUNTS = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
 BLOCKS = cute.BlockSparseTensorsTorch(*COUNTS, block_size=(128, 128))
 SELECTED = dict(gather_kv_indices=torch.zeros(2, 5, 3, dtype=torch.int32))
@@ -315,9 +321,9 @@ def dense(*tensors, **given):
         (dense(None, None, X), ValueError, "q: got None, expected q and k, or qv and v alone"),
         (dense(None, X, X, X), ValueError, "q: got None"),
         (dense(X, None, X), ValueError, "k: got None"),
-        (dense(mask_mod=TRUE, causal=True), ValueError, "causal: got True beside mask_mod"),
-        (dense(mask_mod=TRUE, window_size=(3, 0)), ValueError, "window_size: got .* mask_mod"),
-        (dense(score_mod=TRUE, softcap=2.0), ValueError, "softcap: got 2.0 beside score_mod"),
+        (dense(mask_mod=true, causal=True), ValueError, "causal: got True beside mask_mod"),
+        (dense(mask_mod=true, window_size=(3, 0)), ValueError, "window_size: got .* mask_mod"),
+        (dense(score_mod=true, softcap=2.0), ValueError, "softcap: got 2.0 beside score_mod"),
         (dense(window_size=(-3, 1)), ValueError, "window_size: got .*expected edges with a key"),
         (dense(window_size=(-3, None), causal=True), ValueError, "window_size: got"),
         (dense(window_size=(1.5, 2)), ValueError, "window_size: got"),
@@ -328,7 +334,7 @@ def dense(*tensors, **given):
             NotImplementedError,
             "cu_total_m_blocks: got",
         ),
-        (dense(**SELECTED, mask_mod=TRUE), NotImplementedError, "mask_mod: got it beside gather"),
+        (dense(**SELECTED, mask_mod=true), NotImplementedError, "mask_mod: got it beside gather"),
         (dense(**SELECTED, window_size=(3, 0)), NotImplementedError, "window_size: got it beside"),
         (
             dense(gather_kv_indices=torch.zeros(2, 5, 3)),

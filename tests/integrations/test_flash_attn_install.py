@@ -1,5 +1,6 @@
 """`fastattn.flash_attn.install` and `uninstall`: flash_attn is found, then no trace is left."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -26,10 +27,8 @@ def found():
     """How the package looks to code that searches for it."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            pass
     ours = [x for x in (MODULES + OF_3) if "." not in x]
     of = importlib.metadata.packages_distributions()
     distributions = {x: of[x] for x in ours if x in of}
@@ -59,7 +58,9 @@ def test_the_installed_modules_are_imported(installed):
     assert package.flash_attn_interface is interface
 
 
-@pytest.mark.parametrize("names, source", [(OF_3, fa.flash_attn_3), (OF_4, fa.cute)], ids=["3", "4"])
+@pytest.mark.parametrize(
+    "names, source", [(OF_3, fa.flash_attn_3), (OF_4, fa.cute)], ids=["3", "4"]
+)
 def test_the_modules_of_later_versions_are_imported(installed, names, source):
     """Each with all names, but __version__ of one with the version of its distribution."""
     versions = found()[0]
@@ -162,7 +163,9 @@ print("done")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order, version", [("before", 2), ("after", 2), ("before", 3), ("after", 4)])
+@pytest.mark.parametrize(
+    "order, version", [("before", 2), ("after", 2), ("before", 3), ("after", 4)]
+)
 def test_transformers_finds_the_installed_flash_attn(order, version):
     pytest.importorskip("transformers", reason="transformers is not installed")
     program = textwrap.dedent(PROGRAM).format(order=ORDERS[order], version=version)

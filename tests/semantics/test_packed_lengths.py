@@ -1,0 +1,139 @@
+"""`attention_packed`: sequences that use fewer rows than are stored, and of which some are causal.
+`tests/features` has the values of row_lengths with every other argument."""
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import Place
+from tests.support.backends import every_backend
+
+STORED, USED, KEYS = (5, 0, 9, 17), (3, 0, 9, 0), (20, 4, 0, 6)
+H, D = 2, 8
+
+
+def offsets(sizes):
+    return torch.nn.functional.pad(torch.tensor(sizes).cumsum(0), (1, 0))
+
+
+def batch():
+    g = torch.Generator().manual_seed(0)
+    sizes = sum(STORED), sum(KEYS), sum(KEYS)
+    q, k, v = (torch.randn(n, H, D, generator=g, dtype=torch.float64) for n in sizes)
+    return dict(q=q, k=k, v=v, cu_q=offsets(STORED), cu_k=offsets(KEYS))
+
+
+def one(given, b, rows):
+    """Sequence b as a batch of its own."""
+    i, j = (int(given[name][b]) for name in ("cu_q", "cu_k"))
+    q, k, v = given["q"][i : i + rows], *(given[name][j : j + KEYS[b]] for name in "kv")
+    return [x.transpose(0, 1)[None] for x in (q, k, v)]
+
+
+@every_backend
+def test_dropout_draws_as_for_items_of_even_numbers(name):
+    given, used = batch(), torch.tensor(USED)
+    look = dict(dropout_p=0.4, seed=7, causal="bottom_right", backend=name)
+    out = fastattn.attention_packed(**given, **look, row_lengths=used, place=Place(item=3))
+    for b, rows in enumerate(USED):
+        i = int(given["cu_q"][b])
+        place = Place(item=2 * (3 + b))
+        expected = fastattn.attention(*one(given, b, rows), **look, place=place)
+        torch.testing.assert_close(out[i : i + rows], expected[0].transpose(0, 1))
+        assert (out[i + rows : int(given["cu_q"][b + 1])] == 0).all()
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("more", ["no", "mask_mod", "window", "lengths"])
+def test_some_sequences_are_causal(aligned, more):
+    given, causal = batch(), torch.tensor([True, True, False, False])
+    causal = causal.flip(0) if more == "window" else causal
+    functions = (
+        dict(mask_mod=lambda b, h, i, j: (i + j + b + h) % 3 > 0) if more == "mask_mod" else {}
+    )
+    shared = dict(window=(6, 4)) if more == "window" else {}
+    lengths = torch.tensor([max(0, n - 2) for n in KEYS]) if more == "lengths" else None
+    place = Place(item=1, bottom_right=aligned)
+    out = fastattn.attention_packed(
+        **given, causal=causal, place=place, key_lengths=lengths, **functions, **shared
+    )
+    for b, rows in enumerate(STORED):
+        own = dict(shared)
+        if functions:
+            i, j = torch.arange(rows)[:, None], torch.arange(KEYS[b])
+            h = torch.arange(H)[:, None, None]
+            own["mask"] = (i + j + b + 1 + h) % 3 > 0
+        if lengths is not None:
+            own["key_lengths"] = lengths[b : b + 1]
+        at = Place(bottom_right=aligned and not causal[b])
+        aligned_as = "bottom_right" if aligned else True
+        own |= dict(causal=aligned_as if causal[b] else False, place=at)
+        expected = fastattn.attention(*one(given, b, rows), **own)[0].transpose(0, 1)
+        torch.testing.assert_close(out[given["cu_q"][b] : given["cu_q"][b + 1]], expected)
+
+
+def test_both_together_have_gradients():
+    given, used = batch(), torch.tensor(USED, dtype=torch.int32)
+    leaves = [given[name].requires_grad_() for name in "qkv"]
+    causal = torch.tensor([True, False, True, False])
+    out, lse = fastattn.attention_packed(**given, causal=causal, row_lengths=used, return_lse=True)
+    parts = []
+    for b, rows in enumerate(USED):
+        own = fastattn.attention(*one(given, b, rows), causal=bool(causal[b]), return_lse=True)
+        parts.append((own[0][0].transpose(0, 1), own[1][0].transpose(0, 1)))
+        i, j = int(given["cu_q"][b]), int(given["cu_q"][b + 1])
+        torch.testing.assert_close(out[i : i + rows], parts[b][0])
+        torch.testing.assert_close(lse[i : i + rows], parts[b][1])
+        assert (out[i + rows : j] == 0).all() and (lse[i + rows : j] == -torch.inf).all()
+    whole = sum(x.sin().sum() for x, _ in parts)
+    for x, y in zip(
+        torch.autograd.grad(out.sin().sum(), leaves), torch.autograd.grad(whole, leaves)
+    ):
+        torch.testing.assert_close(x, y)
+
+
+def test_the_backend_of_such_a_call_is_explained():
+    given = batch()
+    assert fastattn.explain(**given, row_lengths=torch.tensor(USED)).backend == "cpu"
+
+
+SIZE = len(STORED)
+WRONG = {
+    r"row_lengths\[0\]: got 6, expected 0 to 5": dict(row_lengths=torch.tensor([6, 0, 0, 0])),
+    r"row_lengths\[2\]: got -1": dict(row_lengths=torch.tensor([0, 0, -1, 0])),
+    "row_lengths.dtype: got torch.float32": dict(row_lengths=torch.zeros(SIZE)),
+    r"row_lengths: got shape \(3,\), expected \(B,\) = \(4,\)": dict(
+        row_lengths=torch.zeros(3, dtype=torch.int64)
+    ),
+    "row_lengths: got list, expected a torch.Tensor": dict(row_lengths=[1, 0, 0, 0]),
+    "causal.dtype: got torch.int64": dict(causal=torch.ones(SIZE, dtype=torch.int64)),
+    r"causal: got shape \(3,\), expected \(B,\) = \(4,\)": dict(causal=torch.tensor([True] * 3)),
+    r"k_scale: got shape \(3,\), expected \(S, Hk\) = \(30, 2\), \(Hk,\) or \(\)": dict(
+        k_scale=torch.ones(3)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_raise(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        fastattn.attention_packed(**batch() | WRONG[message])
+
+
+def test_a_padded_call_takes_no_tensor_for_causal():
+    q, k, v = torch.randn(3, 2, 2, 4, 8)
+    with pytest.raises((TypeError, ValueError), match="causal: got"):
+        fastattn.attention(q, k, v, causal=torch.tensor([True, False]))
+
+
+def test_compiled():
+    given, used = batch(), torch.tensor(USED)
+    longest = dict(max_q=max(STORED), max_k=max(KEYS))
+    run = torch.compile(
+        lambda used, **x: fastattn.attention_packed(**x, **longest, row_lengths=used),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    torch.testing.assert_close(
+        run(used, **given), fastattn.attention_packed(**given, row_lengths=used)
+    )
