@@ -72,6 +72,17 @@ def test_some_sequences_are_causal(aligned, more):
         torch.testing.assert_close(out[given["cu_q"][b] : given["cu_q"][b + 1]], expected)
 
 
+def test_functions_see_the_sequences_of_the_caller():
+    given, used = batch(), torch.tensor(USED)
+    of_each = torch.arange(1.0, 9.0)
+    look = dict(score_mod=lambda s, b, h, i, j: s * of_each[b] + i, place=Place(item=2))
+    out = fastattn.attention_packed(**given, row_lengths=used, **look)
+    for b, rows in enumerate(USED):
+        own = fastattn.attention(*one(given, b, rows), scale=float(of_each[b + 2]) * D**-0.5)
+        i = int(given["cu_q"][b])
+        torch.testing.assert_close(out[i : i + rows], own[0].transpose(0, 1))
+
+
 def test_both_together_have_gradients():
     given, used = batch(), torch.tensor(USED, dtype=torch.int32)
     leaves = [given[name].requires_grad_() for name in "qkv"]
