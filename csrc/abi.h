@@ -142,7 +142,7 @@ struct FaScoreMod {
   const void* floats;      // captured numbers, contiguous, in the dtype of lse
   const int64_t* ints;     // captured whole numbers and bools, contiguous
   void* dfloats;           // the gradient of floats, or null; of a packed batch one per sequence
-  int64_t* outside;        // set to 1 if a seen pair has an index out of range
+  int64_t* outside;        // set to 1 if an index is out of range: FA_BAD_INDEX
   struct FaTensor classes; // (B,H,ceil(M/32),ceil(N/64)) FA_I8: FaBlockClass of each block of 32
                            // rows and 64 keys; null if not known
 };
@@ -161,7 +161,8 @@ struct FaCall {
 // FA_BAD_LENGTH: a key length is outside [0, keys of the larger call]; FA_BAD_OFFSET: cu_q or cu_k
 // does not rise from 0 to T or S in steps of at most M or N; FA_BAD_PAGE: a page that a length
 // needs is outside [0, P). After these nothing is computed. FA_BAD_INDEX: a function indexes a
-// captured tensor out of range at a pair that is seen. FA_NO_MEMORY: no thread got scratch.
+// captured tensor out of range where the program `outside` says so and only functions may hide the
+// pair. FA_NO_MEMORY: no thread got scratch.
 // FA_INTERRUPTED: the host interrupted the run; what it has written is to be dropped.
 // FA_BAD_EXTENT plus an FaWritten: the sizes of that tensor are not those in the comments of
 // FaParams (nothing is written); dmask may have 1 for H, M, N and, unless the batch is packed, for

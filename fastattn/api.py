@@ -188,6 +188,10 @@ def attention(
         NotImplementedError: No backend can run the call (the text has every backend's reasons).
             Also for third derivatives, for forward mode over forward mode, and for forward mode of
             compiled code.
+        IndexError: A score_mod or a mask_mod indexes a captured tensor out of range at a pair that
+            other arguments do not hide. A mask_mod's conditions, joined by &, hide pairs from
+            those after them and from the score_mod. On a GPU only if FASTATTN_CHECK=1; otherwise
+            such an index is clamped.
         RuntimeError: The call is inside torch's context_parallel, and has no place.
 
     Example:

@@ -24,8 +24,9 @@ def index_check_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """errors (programs,) int32: 1 for a tile of rows of which one sees a key where a program
-    indexes a captured tensor out of range, else 0."""
+    """errors (programs,) int32: 1 for a tile of rows of which one has a key where a program
+    indexes a captured tensor out of range, and which at most functions hide; else 0. F is without
+    the mask_mod."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
         at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,

@@ -59,7 +59,7 @@ class Flags(NamedTuple):
     score_mod: Any = None  # (s, b, h, i, j, captured) -> s and its derivative
     bend: Any = None  # the same arguments -> the second derivative
     mask_mod: Any = None  # (b, h, i, j, captured) -> whether the pair is seen
-    outside: Any = None  # (b, h, i, j, captured) -> whether an index is out of range
+    outside: Any = None  # (b, h, i, j, captured) -> whether an index is out of range: ModText
     scatter: Any = None  # (s, b, h, i, j, captured, ds, sums, SHIFT): adds to captured gradients
 
 

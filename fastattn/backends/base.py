@@ -173,8 +173,9 @@ def broadcast_strides(x: Tensor) -> tuple[int, ...]:
 
 
 BAD_INDEX = (
-    "a score_mod or mask_mod indexes a captured tensor out of range at a pair of a row and a key "
-    "that is seen: hide such pairs with mask_mod, or clamp the index"
+    "a score_mod or mask_mod indexes a captured tensor out of range at a pair of a row and a key: "
+    "clamp the index, or hide such pairs before it, by other arguments or by conditions of the "
+    "mask_mod, joined by &"
 )
 
 _BACKENDS: dict[str, Backend] = {}

@@ -12,10 +12,10 @@ from torch import Tensor
 from .. import reference as oracle
 from ..call.spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tangents, Tensors
 from ..call.validation import DTYPES
-from ..score_mods.evaluate import evaluate
+from ..score_mods.evaluate import NOWHERE, evaluate
 from ..score_mods.mod_text import ModText
 from ..score_mods.partial_derivatives import ScoreModAt
-from .base import COMMON_FEATURES, Grads, Outs, Support, empty_dense, register
+from .base import BAD_INDEX, COMMON_FEATURES, Grads, Outs, Support, empty_dense, register
 from .shared.per_sequence import backward_in_turn, jvp_in_turn, second_in_turn, sequences
 from .shared.value_checks import check_values
 
@@ -185,10 +185,27 @@ def score_arguments(spec: AttentionSpec, t: Tensors) -> dict[str, Any]:
     )
     if spec.score_mod:
         functions = _Functions.of(spec, t)
+        if functions.outside is not None:
+            _check_indices(functions.outside, t, arguments)
         arguments["mask"] = functions.mask(t.mask)
         if functions.has_score:
             arguments["score_mod"] = lambda s: functions.at(s).value()
     return arguments
+
+
+def _check_indices(outside: Tensor, t: Tensors, arguments: dict[str, Any]) -> None:
+    """Raise IndexError if an index is out of range at a pair that only functions may hide. On a CPU
+    alone: elsewhere, and under vmap, such an index is clamped."""
+    if outside.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    of_pairs: dict[str, Any] = {**arguments, "softcap": None, "alibi_slopes": None}
+    seen = oracle.scores(torch.zeros_like(t.q), torch.zeros_like(t.k), **of_pairs) != -torch.inf
+    try:
+        wrong = bool((seen & outside).any())
+    except RuntimeError:  # values are not known
+        return
+    if wrong:
+        raise IndexError(BAD_INDEX)
 
 
 class _Functions(NamedTuple):
@@ -197,6 +214,7 @@ class _Functions(NamedTuple):
     text: str
     has_score: bool
     shown: Tensor | None  # what the mask_mod shows
+    outside: Tensor | None  # where an index is out of range: `ModText.outside`
     captured: tuple[Tensor, Tensor]
     indices: dict[str, Tensor]
     factor: float
@@ -218,12 +236,14 @@ class _Functions(NamedTuple):
             x = torch.arange(n, device=device)
             x = first + (x % period if period else x)
             indices[name] = x.view(-1, *(1,) * (3 - dim))
-        given: dict[str, Any] = dict(dtype=spec.acc_dtype, **indices)
-        mask = programs.mask
-        shown = None if mask is None else evaluate(mask, (floats, ints), **given)
-        has_score = programs.score is not None
+        given: dict[str, Any] = dict(dtype=spec.acc_dtype, seen=NOWHERE, **indices)
         captured = floats, ints
-        return cls(spec.score_mod, has_score, shown, captured, indices, spec.scale)
+        shown, outside = (
+            None if x is None else evaluate(x, captured, **given)
+            for x in (programs.mask, programs.outside)
+        )
+        has_score = programs.score is not None
+        return cls(spec.score_mod, has_score, shown, outside, captured, indices, spec.scale)
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
         """A mask, with what the mask_mod hides."""
@@ -233,7 +253,7 @@ class _Functions(NamedTuple):
         return torch.where(self.shown, mask, -torch.inf) if hides else mask & self.shown
 
     def at(self, products: Tensor) -> ScoreModAt:
-        return ScoreModAt(self.text, self.captured, self.indices, products, self.shown)
+        return ScoreModAt(self.text, self.captured, self.indices, products)
 
 
 def _score_mod_at(spec: AttentionSpec, t: Tensors, k: Tensor) -> ScoreModAt | None:

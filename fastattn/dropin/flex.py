@@ -164,8 +164,9 @@ def flex_attention(
         ValueError: return_lse beside return_aux; shapes that do not fit, as in torch's function.
         NotImplementedError: A function uses an operation that programs do not have, or the backend
             cannot run the call.
-        IndexError: A function indexes a captured tensor out of range; a score_mod may do so at
-            pairs that are hidden. On GPUs such an index is clamped, unless FASTATTN_CHECK=1.
+        IndexError: A function indexes a captured tensor out of range. A condition of mask_mod may
+            do so at pairs that the conditions before it, joined by &, hide; score_mod at pairs
+            that mask_mod hides. On GPUs such an index is clamped, unless FASTATTN_CHECK=1.
 
     Example:
         >>> import torch

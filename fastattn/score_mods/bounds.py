@@ -29,6 +29,11 @@ def extremes(tensors: Mapping[int, Tensor]) -> Ints:
     return intervals
 
 
+def is_inside(index: Bounds, size: int) -> bool:
+    """True if an index is surely in [-size, size)."""
+    return index is not None and index[0] >= -size and index[1] < size
+
+
 def bounds(program: Program, inputs: dict[str, tuple[int, int]], ints: Ints) -> list[Bounds]:
     """The bounds of each value. Those of floats leave NaN and infinity out. Bools are 0 and 1.
 

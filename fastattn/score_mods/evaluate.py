@@ -12,6 +12,8 @@ from ..call.sizes import known
 from .operators import OPS
 from .program import Program, Value
 
+NOWHERE = torch.tensor(False, device="cpu")  # `seen` of a call that checks its indices otherwise
+
 
 def evaluate(program: Program, tensors: Sequence[Tensor], **where: Any) -> Tensor:
     """The result of a program. where: as in `evaluate_all`."""
@@ -92,7 +94,7 @@ def _load(tensor: Tensor, number: int, index: list[Tensor], seen: Tensor | None)
         _check(x, size, seen, f"captured tensor {number} of shape {tuple(tensor.shape)}", at)
         x = torch.where(x < 0, x + size, x)
         inside.append(x.clamp(min=0).clamp(max=size - 1))  # of a trace, a size is a tensor
-    if any(known(n == 0) for n in tensor.shape):  # nothing to read: no pair is seen
+    if any(known(n == 0) for n in tensor.shape):  # nothing to read
         shape = torch.broadcast_shapes(*(x.shape for x in inside))
         return tensor.new_zeros(shape)
     return tensor[tuple(inside)] if inside else tensor
@@ -114,5 +116,6 @@ def _check(x: Tensor, size: int, seen: Tensor | None, name: str, dim: int) -> No
         wrong = int(torch.broadcast_to(x, outside.shape)[outside][0])
         raise IndexError(
             f"index {wrong} is out of range for dimension {dim} of size {size} of {name}: "
-            "hide such pairs with mask_mod, or clamp the index"
+            "clamp the index, or hide such pairs before it, by conditions of the mask_mod, joined "
+            "by &"
         )

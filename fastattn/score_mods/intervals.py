@@ -6,6 +6,7 @@ block called NONE or ALL is so; one called SOME may be any.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -13,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .program import Program, Value
+from .bounds import bounds, is_inside
+from .bounds import extremes as bounds_of_elements
+from .program import Program, Value, conjuncts, needed
 from .range_tables import extremes
 
 NONE, SOME, ALL = 0, 1, 2  # classes of a block
@@ -43,7 +46,9 @@ def block_classes(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """uint8 [ceil(rows / block_rows), ceil(keys / block_keys)]: the class of each block of a
-    mask_mod's program. NONE: no pair is seen. ALL: every pair is.
+    mask_mod's program. NONE: no pair is seen. ALL: every pair is. SOME: any of its pairs may be;
+    also where a captured tensor may be indexed out of range at a pair that the conditions before
+    do not hide: kernels find it when they compute the block.
 
     Values of captured tensors are read: they are on a CPU. b, h: the item and the head. row, key:
     the indices of the first row and key. dtype: that of floats in the program.
@@ -62,19 +67,61 @@ def block_classes(
         "j": Interval(j.lo[None], j.hi[None], j.size),
     }
     results: list[Interval] = []
-    for value in program.values:
+    outside: dict[int, Tensor] = {}  # of a load: the blocks in which its index may be out of range
+    for at, value in enumerate(program.values):
         args = [results[x] for x in value.args]
         results.append(inputs.get(value.op) or _value(value, args, tensors, dtype))
         if value.kind == "int" and results[-1].size >= BIG:
             results[-1] = _any_int()
+        if value.op == "load":
+            wrong = _outside(args, tensors[value.tensor or 0].shape)
+            outside |= {} if wrong is None else {at: wrong}
     sure, possible = results[-1].lo, results[-1].hi
-    return (sure.to(torch.uint8) + possible.to(torch.uint8)).expand(shape).contiguous()
+    classes = sure.to(torch.uint8) + possible.to(torch.uint8)
+    if outside:
+        ranges = dict(b=(b, b), h=(h, h), i=(row, row + rows - 1), j=(key, key + keys - 1))
+        outside = _unproven(program, tensors, ranges, outside)
+        classes = torch.where(_wrong(program, results, outside), SOME, classes)
+    return classes.expand(shape).contiguous()
+
+
+def _outside(index: list[Interval], shape: torch.Size) -> Tensor | None:
+    """Whether an index may be outside of [-size, size), for each block. None: in no block."""
+    wrong = [(x.lo < -size) | (x.hi >= size) for x, size in zip(index, shape) if x.size >= size]
+    return functools.reduce(torch.bitwise_or, wrong) if any(x.any() for x in wrong) else None
+
+
+def _unproven(
+    program: Program,
+    tensors: Sequence[Tensor],
+    ranges: dict[str, tuple[int, int]],
+    outside: dict[int, Tensor],
+) -> dict[int, Tensor]:
+    """`outside`, without the loads that are in range by the bounds of their indices over the call:
+    these know some operators that may have any value here."""
+    known = bounds(program, ranges, bounds_of_elements(dict(enumerate(tensors))))
+    loads = {at: program.values[at] for at in outside}
+    shapes = {at: tensors[x.tensor or 0].shape for at, x in loads.items()}
+    inside = {at: map(is_inside, (known[y] for y in x.args), shapes[at]) for at, x in loads.items()}
+    return {at: x for at, x in outside.items() if not all(inside[at])}
+
+
+def _wrong(program: Program, results: list[Interval], outside: dict[int, Tensor]) -> Tensor:
+    """Whether some pair of a block may have an index out of range in a condition of the mask_mod,
+    and be shown by the conditions before it."""
+    shown, wrong = torch.tensor(True), torch.tensor(False)
+    for at in conjuncts(program):
+        for x in needed(program.values, at):
+            if x in outside:
+                wrong = wrong | (shown & outside[x])
+        shown = shown & results[at].hi
+    return wrong
 
 
 def _blocks(count: int, block: int, first: int) -> Interval:
     lo = torch.arange(0, count, block)
     hi = (lo + (block - 1)).clamp(max=max(count - 1, 0))
-    return Interval(lo + first, hi + first, abs(first) + count)
+    return Interval(lo + first, hi + first, abs(first) + max(count - 1, 0))
 
 
 def _point(x: Tensor, size: int = 0) -> Interval:

@@ -1,8 +1,13 @@
 """A score_mod and a mask_mod in the form that operators and kernels take.
 
 Captured tensors become two tensors of one dimension, one of floats and one of ints. Each load gets
-one index into them. A third program tells where an index is out of range. Blocks of pairs that the
-mask_mod hides or shows as a whole are found by interval arithmetic.
+one index into them. Blocks of pairs that the mask_mod hides or shows as a whole are found by
+interval arithmetic.
+
+A third program tells where an index is out of range, also of pairs that the mask_mod hides: kernels
+clamp the index, so another element would decide. An index must be in range at each pair that the
+call's other arguments show; in a mask_mod where the conditions before it, joined by &, show the
+pair, too, and in a score_mod where the mask_mod does.
 """
 
 from __future__ import annotations
@@ -18,10 +23,10 @@ from torch import Tensor
 
 from ..call.sizes import known
 from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, Options
-from .bounds import Bounds, Ints, bounds, extremes
+from .bounds import Bounds, Ints, bounds, extremes, is_inside
 from .intervals import block_classes
 from .mod_text import CAPTURED, ModText
-from .program import Builder, Program, Value, combined
+from .program import Builder, Program, Value, conjuncts, needed
 from .recognition import Shape, inputs_of
 
 CLASSES_FROM = 1 << 15  # pairs of one head: below, classes cost more than they save
@@ -144,9 +149,8 @@ def _text(
     narrow: whether whole numbers have 32 bits. If one may need more, there is no text.
     """
     table, inputs, known = _Table.of(joins), dict(zip("bhij", ranges)), dict(extremes)
-    outside: list[Program] = []
-    flattened = [x and table.flattened(x, inputs, known, outside) for x in (score, mask)]
-    text = ModText(*flattened, combined("or", *outside) if outside else None)
+    flattened = [x and table.flattened(x, inputs, known) for x in (score, mask)]
+    text = ModText(*flattened, table.outside(score, mask, inputs, known))
     own: Ints = {}
     if known:
         least, most = zip(*known.values())
@@ -193,32 +197,56 @@ class _Table(NamedTuple):
         return cls(kinds, first, shapes)
 
     def flattened(
+        self, program: Program, inputs: dict[str, tuple[int, int]], ints: Ints
+    ) -> Program:
+        """The program with one index for each load, into the two flat tensors."""
+        builder = Builder()
+        numbers, _ = self._emitted(builder, program, inputs, ints)
+        return builder.program(numbers[-1], CAPTURED)
+
+    def outside(
         self,
-        program: Program,
+        score: Program | None,
+        mask: Program | None,
         inputs: dict[str, tuple[int, int]],
         ints: Ints,
-        outside: list[Program],
-    ) -> Program:
-        """The program with one index for each load, into the two flat tensors. Adds to `outside`
-        the program of where an index is out of range, unless it never is."""
+    ) -> Program | None:
+        """The program of where an index is out of range; None if it never is. A condition of the
+        mask_mod may index out of range where those before it hide, the score_mod where any does."""
         builder = Builder()
+        shown, wrong = builder.constant(True), builder.constant(False)
+        for program in (mask, score):
+            if program is None:
+                continue
+            numbers, tests = self._emitted(builder, program, inputs, ints)
+            for at in conjuncts(program):
+                for test in (y for x in needed(program.values, at) for y in tests.pop(x, ())):
+                    wrong = builder.emit("or", wrong, builder.emit("and", shown, test))
+                if program is mask:
+                    shown = builder.emit("and", shown, numbers[at])
+        never = builder.values[wrong].number is False
+        return None if never else builder.program(wrong, CAPTURED)
+
+    def _emitted(
+        self, builder: Builder, program: Program, inputs: dict[str, tuple[int, int]], ints: Ints
+    ) -> tuple[list[int], dict[int, list[int]]]:
+        """The number in `builder` of each value of a program, and for each load the bools that are
+        true where its index is out of range."""
         number: list[int] = []
-        tests: list[int] = []
+        tests: dict[int, list[int]] = {}
         known = bounds(program, inputs, ints)
-        for value in program.values:
+        for at, value in enumerate(program.values):
             args = [number[x] for x in value.args]
             if value.op == "constant":
                 assert value.number is not None
                 number.append(builder.constant(value.number))
             elif value.op == "load":
                 of_args = [known[x] for x in value.args]
-                number.append(self._load(builder, value, args, of_args, tests))
+                tests[at] = []
+                number.append(self._load(builder, value, args, of_args, tests[at]))
             else:
                 number.append(builder.emit(value.op, *args))
-        if tests:
-            result = functools.reduce(lambda x, y: builder.emit("or", x, y), tests)
-            outside.append(builder.program(result, CAPTURED))
-        return builder.program(number[-1], CAPTURED)
+        return number, tests
 
     def _load(
         self,
@@ -232,19 +260,18 @@ class _Table(NamedTuple):
         tensor = value.tensor
         assert tensor is not None
         shape = self.shapes[tensor]
-        if 0 in shape:  # nothing to read: no pair may be seen
+        if 0 in shape:  # nothing to read
             tests.append(builder.constant(True))
             zeros = {"float": 0.0, "int": 0, "bool": False}
             return builder.constant(zeros[value.kind])
         index = builder.constant(self.first[tensor])
         step = 1
         for x, size, interval in reversed(list(zip(args, shape, known))):
-            lo, hi = (-INT32.stop * size, INT32.stop * size) if interval is None else interval
             n = builder.constant(size)
-            if lo < -size or hi >= size:
+            if not is_inside(interval, size):
                 low = builder.emit("lt", x, builder.constant(-size))
                 tests.append(builder.emit("or", low, builder.emit("ge", x, n)))
-            if lo < 0:
+            if interval is None or interval[0] < 0:
                 negative = builder.emit("lt", x, builder.constant(0))
                 x = builder.emit("where", negative, builder.emit("add", x, n), x)
             scaled = builder.emit("mul", x, builder.constant(step))

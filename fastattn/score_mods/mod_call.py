@@ -17,7 +17,7 @@ from .additive import Sum, as_sum, capped, conjunction
 from .diagonals import diagonal_indices, is_of_difference, spread
 from .evaluate import evaluate
 from .lowering import Begin, Lowered, lower, may_lower
-from .program import Program
+from .program import Program, conjuncts, part
 from .recognition import Shape, Structure, recognise
 from .tracing import Traced, merge
 from .unlowered import unlowered
@@ -129,8 +129,8 @@ class ModCall(NamedTuple):
         }
 
     def value(self, program: Program, score: Tensor | None = None, **indices: Tensor) -> Tensor:
-        """The result of a program, for all indices or for some. A score_mod may index out of range
-        at pairs that the mask_mod hides."""
+        """The result of a program, for all indices or for some. A condition of the mask_mod may
+        index out of range at pairs that those before it hide, a score_mod where any does."""
         own = self.indices() | indices
         where: dict[str, Any] = dict(dtype=self.dtype, score=score) | own
         rows, keys = own["i"].numel(), own["j"].numel()
@@ -142,13 +142,24 @@ class ModCall(NamedTuple):
             once: dict[str, Any] = where | diagonal_indices(rows, keys, self.device)
             return spread(evaluate(program, self.tensors, **once), keys)
         except IndexError:
-            if self.mask is None or program.kind == "bool":
+            if program.kind == "bool":
+                return self._shown(program, where)
+            if self.mask is None:
                 raise
-            seen = evaluate(self.mask, self.tensors, **where)
+            seen = self._shown(self.mask, where)
             return evaluate(program, self.tensors, seen=seen, **where)
 
+    def _shown(self, mask: Program, where: dict[str, Any]) -> Tensor:
+        """What a mask_mod shows, by one of its conditions after the other."""
+        shown: Tensor | None = None
+        for at in conjuncts(mask):
+            found = evaluate(part(mask, at), self.tensors, seen=shown, **where)
+            shown = found if shown is None else shown & found
+        assert shown is not None
+        return shown
+
     def check_indices(self) -> None:
-        """Raise IndexError if a captured tensor is indexed out of range at a pair that is seen."""
+        """Raise IndexError, with the index, if a captured tensor is indexed out of range."""
         for program in (self.mask, self.score):
             if program is not None:
                 score = torch.zeros(self.sizes, dtype=self.dtype)

@@ -16,7 +16,8 @@ CAPTURED = (("float", 1), ("int", 1))  # of each of the programs
 class ModText(NamedTuple):
     """The programs of a call as text, as operators carry them.
 
-    outside: True at a pair where a captured tensor is indexed out of range. None: at no pair.
+    outside: True at a pair where a captured tensor is indexed out of range, unless the conditions
+        before it in the mask_mod hide the pair. None: at no pair.
     """
 
     score: Program | None = None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .derivatives import Derivative, Differentiation
-from .evaluate import evaluate_all
+from .evaluate import NOWHERE, evaluate_all
 from .mod_text import ModText
 from .program import Program
 
@@ -71,7 +71,8 @@ class ScoreModAt:
     captured: the floats and the ints.
     indices: b, h, i and j, which broadcast.
     products: (B, H, M, N), scaled.
-    shown: bool, where an index out of range raises.
+
+    An index out of range is clamped: `ModText.outside` says where one is.
     """
 
     def __init__(
@@ -80,12 +81,11 @@ class ScoreModAt:
         captured: tuple[Tensor, Tensor],
         indices: dict[str, Tensor],
         products: Tensor,
-        shown: Tensor | None = None,
     ) -> None:
         derived = _derived(text)
         assert derived is not None, "a text with a score_mod"
         self.derived, self.captured, self.shape = derived, captured, products.shape
-        where: dict[str, Any] = dict(score=products, seen=shown, **indices)
+        where: dict[str, Any] = dict(score=products, seen=NOWHERE, **indices)
         self.values = evaluate_all(derived.program, captured, **where)
 
     def _at(self, at: Derivative) -> Tensor | float:

@@ -208,6 +208,19 @@ def needed(values: Sequence[Value], *results: int) -> list[int]:
     return sorted(reached)
 
 
+def conjuncts(program: Program) -> list[int]:
+    """The values of which the result is the conjunction, in order."""
+    found, todo = [], [len(program.values) - 1]
+    while todo:
+        at = todo.pop()
+        value = program.values[at]
+        if value.op == "and":
+            todo.extend(reversed(value.args))
+        elif at not in found:
+            found.append(at)
+    return found
+
+
 def part(program: Program, at: int) -> Program:
     """The program of one value of a program, with the same captured tensors."""
     return Program(renumbered(program.values, needed(program.values, at)), program.captured)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .evaluate import evaluate
-from .program import Program, Value, needed, part, renumbered
+from .program import Program, Value, conjuncts, needed, part, renumbered
 
 Band = tuple["int | None", "int | None"]
 
@@ -98,7 +98,7 @@ def _of_mask(mask: Program, tensors, shape: Shape, dtype) -> Structure:
     right: int | None = None
     lengths, of_elements = None, False
     rest: list[int] = []
-    for at in _conjuncts(mask):
+    for at in conjuncts(mask):
         edges = _band(mask, at)
         if edges is not None:
             left, right = _least(left, edges[0]), _least(right, edges[1])
@@ -117,19 +117,6 @@ def _of_mask(mask: Program, tensors, shape: Shape, dtype) -> Structure:
     if lengths is not None and bool((lengths == shape.keys).all()):
         lengths = None
     return Structure(band, lengths, mask=_conjunction(mask, rest), of_elements=of_elements)
-
-
-def _conjuncts(program: Program) -> list[int]:
-    """The values of which the result is the conjunction, in order."""
-    conjuncts, todo = [], [len(program.values) - 1]
-    while todo:
-        at = todo.pop()
-        value = program.values[at]
-        if value.op == "and":
-            todo.extend(reversed(value.args))
-        elif at not in conjuncts:
-            conjuncts.append(at)
-    return conjuncts
 
 
 def _conjunction(program: Program, leaves: list[int]) -> Program | None:

@@ -248,6 +248,123 @@ def test_an_index_out_of_range_raises_where_it_is_seen(isa, dtype):
         assert torch.equal(out, fastattn.attention(q, k, v, score_mod=same, **near))
 
 
+FEW, NO = torch.zeros(100), torch.zeros(0)  # fewer than N
+DOCUMENT = torch.arange(N) // 20
+WRONG = {  # functions that hide pairs at which they index out of range
+    "mask_mod": dict(mask_mod=lambda b, h, i, j: FEW[j] > 0),
+    "an empty tensor": dict(mask_mod=lambda b, h, i, j: NO[j] > 0),
+    "the first of two conditions": dict(
+        mask_mod=lambda b, h, i, j: (FEW[j] > 0) & (DOCUMENT[i] == DOCUMENT[j])
+    ),
+    "a part of a condition": dict(
+        mask_mod=lambda b, h, i, j: ~((FEW[j] == 0) | (DOCUMENT[i] == DOCUMENT[j]))
+    ),
+    "a condition of a score_mod": dict(
+        score_mod=lambda s, b, h, i, j: torch.where(FEW[j] > 0, s, -torch.inf)
+    ),
+    "score_mod": dict(score_mod=lambda s, b, h, i, j: torch.where(FEW[j] > 0, 2 * s, -torch.inf)),
+    "what a score_mod adds": dict(score_mod=lambda s, b, h, i, j: s + (FEW - torch.inf)[j]),
+}
+
+
+@pytest.mark.parametrize("rows", [M, 220, 1], ids=["few pairs", "blocks have classes", "decoding"])
+@pytest.mark.parametrize("name", WRONG)
+def test_an_index_out_of_range_hides_no_pair(name, rows):
+    q, k, v = tensors(torch.float32, M=rows)
+    part = dict(place=fastattn.Place(0, 0, 0, 0, rows, N))  # of which nothing is an argument
+    for place in ({}, part):
+        with pytest.raises(IndexError, match="out of range"):
+            fastattn.attention(q, k, v, **WRONG[name], **place)
+    with pytest.raises(IndexError, match="out of range"):
+        fastattn.attention_weights(q, k, **WRONG[name])
+    with pytest.raises(IndexError, match=r"index (100|0) is out of range"):
+        fastattn.flex_attention(q, k, v, **WRONG[name])
+
+
+@pytest.mark.parametrize("isa, dtype", EVERY)
+def test_an_index_out_of_range_hides_no_pair_on(isa, dtype):
+    """Each set of kernels, packed and in pages, too. The last sequence has too many keys."""
+    with variant(isa):
+        q, k, v = (x.detach()[0].transpose(0, 1) for x in tensors(DTYPES[dtype], M=N))
+        pool = [x.unflatten(0, (17, 10)) for x in (k, v)]
+        for keys, raises in ((100, False), (101, True)):
+            cu_q, cu_k = (torch.tensor([0, 60, end], dtype=torch.int32) for end in (N, 60 + keys))
+            pages = torch.stack([torch.arange(11), torch.arange(6, 17)]).int()
+            paged = dict(block_table=pages, key_lengths=torch.tensor([60, keys]).int())
+            hides = dict(mask_mod=lambda b, h, i, j: FEW[j] > 0)
+            for x, y, where in (
+                (k[: 60 + keys], v[: 60 + keys], dict(cu_k=cu_k, max_k=keys)),
+                (*pool, paged),
+            ):
+                about = dict(cu_q=cu_q, max_q=110) | where | hides
+                if raises:
+                    with pytest.raises(IndexError, match="out of range"):
+                        fastattn.attention_packed(q, x, y, **about)
+                else:
+                    assert not fastattn.attention_packed(q, x, y, **about).any()
+
+
+HIDES = {  # arguments that hide the pairs of keys from 100 on
+    "causal": dict(causal=True),
+    "window": dict(window=(None, 0)),
+    "lengths": dict(key_lengths=torch.tensor([100, 7])),
+    "bool mask": dict(mask=torch.arange(N) < 100),
+    "infinite mask": dict(mask=torch.where(torch.arange(N) < 100, 0, -torch.inf)),
+}
+CONDITIONS = {  # and of a mask_mod
+    "a length": lambda b, h, i, j: j < 100,
+    "others": lambda b, h, i, j: (DOCUMENT[j] < 5) & (DOCUMENT[i] < 7),
+}
+
+
+def few(b, h, i, j):
+    return FEW[j] == 0
+
+
+def few_clamped(b, h, i, j):
+    return FEW[j.clamp(max=99)] == 0
+
+
+@pytest.mark.parametrize("name", HIDES)
+def test_a_mask_mod_may_index_out_of_range_where_arguments_hide(name):
+    q, k, v = tensors(torch.float32, M=100)
+    out = fastattn.attention(q, k, v, mask_mod=few, **HIDES[name])
+    assert torch.equal(out, fastattn.attention(q, k, v, mask_mod=few_clamped, **HIDES[name]))
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_condition_may_index_out_of_range_where_those_before_it_hide(name, part):
+    """Whether they become arguments, as those of a whole call may, or not; in kernels, and in the
+    mask that a backend without programs gets."""
+    q, k, v = tensors(torch.float32, M=100, grad=False)
+    before = CONDITIONS[name]
+    given = dict(place=fastattn.Place(0, 0, 0, 0, 100, N)) if part else {}
+    wrong, right = (dict(mask_mod=fastattn.and_masks(before, x)) for x in (few, few_clamped))
+    out = fastattn.attention(q, k, v, **right, **given)
+    assert torch.equal(out, fastattn.attention(q, k, v, **wrong, **given))
+    of_score = dict(score_mod=lambda s, b, h, i, j: torch.where(FEW[j] == 0, s, -torch.inf))
+    assert torch.equal(out, fastattn.attention(q, k, v, mask_mod=before, **of_score, **given))
+    if part:
+        masked = fastattn.attention(q, k, v, backend="reference", **wrong, **given)
+        torch.testing.assert_close(out, masked)
+
+
+def test_the_oracle_finds_an_index_out_of_range():
+    """As it runs the programs of compiled code where no kernel does."""
+    q, k, v = tensors(torch.float32, M=100, grad=False)
+    for hides, raises in ((dict(causal=True), False), ({}, True)):
+        t, o = api.prepare(q, k, v, hides | dict(mask_mod=few))
+        o = o._replace(backend="reference")
+        if raises:
+            with pytest.raises(IndexError, match="out of range"):
+                torch.ops.fastattn.attention(*arguments(FORWARD, t, o))
+        else:
+            out, _ = torch.ops.fastattn.attention(*arguments(FORWARD, t, o))
+            torch.testing.assert_close(out, fastattn.attention(q, k, v, causal=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
 def test_an_empty_captured_tensor_has_no_element(dtype):
     """Also where blocks have classes, for which nothing is known of its elements."""

@@ -143,5 +143,7 @@ def test_an_index_out_of_range_is_clamped_and_raises_on_request(monkeypatch):
     monkeypatch.setenv("FASTATTN_CHECK", "1")
     with pytest.raises(IndexError, match="indexes a captured tensor out of range at a pair"):
         fastattn.attention(q, q, q, **given)
+    with pytest.raises(IndexError, match="indexes a captured tensor out of range at a pair"):
+        fastattn.attention(q, q, q, mask_mod=lambda b, h, i, j: short[j] > 99)
     hidden = given | dict(mask_mod=lambda b, h, i, j: j < 90)
     assert fastattn.attention(q, q, q, **hidden).isfinite().all()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn.score_mods.evaluate import evaluate
-from fastattn.score_mods.intervals import ALL, NONE, block_classes
+from fastattn.score_mods.intervals import ALL, NONE, SOME, block_classes
 from fastattn.score_mods.tracing import trace_mask_mod
 from tests.score_mods import gallery
 from tests.score_mods.trees import Tree, trees
@@ -183,3 +183,33 @@ def test_scores_have_no_classes():
     with pytest.raises(ValueError, match="mask_mod"):
         program = traced.program
         block_classes(type(program)(program.values[:1], ()), (), 4, 4)
+
+
+ZEROS = torch.zeros(100)
+EIGHT = torch.zeros(8)
+DIAGONAL, AFTER = torch.eye(4, dtype=torch.bool), torch.arange(4) > 0  # blocks of 64 by 64
+OUTSIDE = {  # a mask_mod that hides all it may, and the blocks that are SOME
+    "all": (lambda b, h, i, j: ZEROS[j] > 0, AFTER.expand(4, 4)),
+    "no element": (lambda b, h, i, j: ZEROS[:0][j] > 0, torch.ones(4, 4, dtype=torch.bool)),
+    "by head": (lambda b, h, i, j: ZEROS[h + 100] > 0, torch.ones(4, 4, dtype=torch.bool)),
+    "from the end": (lambda b, h, i, j: ZEROS[-1 - i] > 0, AFTER[:, None].expand(4, 4)),
+    "a condition before": (
+        lambda b, h, i, j: (i // 64 == j // 64) & (ZEROS[j] > 0),
+        DIAGONAL & AFTER,
+    ),
+    "a condition after": (
+        lambda b, h, i, j: (ZEROS[j] > 0) & (i // 64 == j // 64),
+        AFTER.expand(4, 4),
+    ),
+    "in range by its bounds": (
+        lambda b, h, i, j: EIGHT[(torch.sin(1.0 * i) * 3).to(torch.int64) + 3] > 0,
+        torch.zeros(4, 4, dtype=torch.bool),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_block_hides_an_index_out_of_range(name):
+    mask, some = OUTSIDE[name]
+    got = block_classes(*trace_mask_mod(mask), 256, 256, block_rows=64, block_keys=64)
+    assert torch.equal(got, torch.where(some, SOME, NONE))

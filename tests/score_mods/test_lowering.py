@@ -7,7 +7,7 @@ import torch
 
 import fastattn
 from fastattn.backends.native.score_mod_code import encode
-from fastattn.score_mods.evaluate import evaluate
+from fastattn.score_mods.evaluate import NOWHERE, evaluate
 from fastattn.score_mods.lowering import Begin, lower
 from fastattn.score_mods.mod_text import ModText
 from fastattn.score_mods.recognition import Shape
@@ -84,10 +84,33 @@ def test_indices_out_of_range(name):
     assert torch.equal(got, right.expand(SIZES))
 
 
-def test_both_functions_are_checked():
-    found = lowered(lambda s, b, h, i, j: s + TABLE[0, i], lambda b, h, i, j: TABLE[0, j] < 100)
-    got = evaluate(ModText.parse(found.text).outside, flat(found), **INDICES).expand(SIZES)
-    assert torch.equal(got, ((INDICES["i"] >= 5) | (INDICES["j"] >= 5)).expand(SIZES))
+FEW = torch.tensor([True, False, True])
+MASKS = {  # beside a score_mod that loads TABLE[0, i], and where an index is out of range
+    "shows all": (lambda b, h, i, j: TABLE[0, j] < 100, lambda i, j: (j >= 5) | (i >= 5)),
+    "hides": (lambda b, h, i, j: j > 6, lambda i, j: (j > 6) & (i >= 5)),
+    "hides by its index": (lambda b, h, i, j: TABLE[0, j] > 100, lambda i, j: j >= 5),
+    "a condition before": (lambda b, h, i, j: (j < i) & FEW[j], lambda i, j: (j < i) & (j >= 3)),
+    "a condition after": (lambda b, h, i, j: FEW[j] & (j < i), lambda i, j: j >= 3),
+    "one condition twice": (
+        lambda b, h, i, j: (j < i) & FEW[j] & (FEW[j] | (i > 3)),
+        lambda i, j: (j < i) & (j >= 3),
+    ),
+    "no condition": (lambda b, h, i, j: (j < i) | FEW[j], lambda i, j: j >= 3),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_both_functions_are_checked(name):
+    """A condition of the mask_mod where those before it show, the score_mod where all of them do.
+    For an index out of range a mask_mod gets some element, which decides nothing here."""
+    mask, outside = MASKS[name]
+    found = lowered(lambda s, b, h, i, j: s + TABLE[0, i], mask)
+    program = ModText.parse(found.text).outside
+    got = evaluate(program, flat(found), seen=NOWHERE, **INDICES).expand(SIZES)
+    i, j = INDICES["i"], INDICES["j"]
+    own = outside(i, j)
+    shown = evaluate(*trace_mask_mod(mask), seen=NOWHERE, **INDICES)
+    assert torch.equal(got, (own | (shown & (i >= 5))).expand(SIZES))
 
 
 def test_captured_numbers_that_no_program_loads():

@@ -142,13 +142,27 @@ def test_hidden_pairs_may_index_out_of_range(hides, rows):
     close(*([fastattn.attention(q[:, :, :rows], k, v, backend=x, **given)] for x in BOTH))
 
 
+@pytest.mark.parametrize("hides", HIDES)
+def test_a_mask_mod_may_where_those_before_it_hide(hides):
+    q, k, v = (x.detach() for x in tensors())
+    given = dict(HIDES[hides])
+    before, index = given.pop("mask_mod", None), lambda b, h, i, j: SHORT[j - 7] > 0
+    given["mask_mod"] = fastattn.and_masks(*filter(None, (before, index)))
+    close(*([fastattn.attention(q, k, v, backend=x, **given)] for x in BOTH))
+
+
 BOTH = ("triton", "cpu")
 SEES = {
     "mask": dict(mask=torch.arange(N) < 31),
     "lengths": dict(key_lengths=torch.tensor([29, 31])),
     "causal": dict(causal=True),
     "mask_mod": dict(mask_mod=lambda b, h, i, j: (j < 30) | ((h == 1) & (i == 36) & (j == 44))),
-    "its own index": dict(mask_mod=lambda b, h, i, j: LOOK_BACK[i] < 9),
+    "its own index": dict(score_mod=None, mask_mod=lambda b, h, i, j: LOOK_BACK[i] < 9),
+    "an index that hides": dict(score_mod=None, mask_mod=lambda b, h, i, j: LOOK_BACK[i] > 9),
+    "an index of nothing": dict(score_mod=None, mask_mod=lambda b, h, i, j: LOOK_BACK[:0][j] > 9),
+    "a score of -inf": dict(
+        score_mod=lambda s, b, h, i, j: torch.where(LOOK_BACK[i] > 9, 2 * s, -math.inf)
+    ),
 }
 
 
@@ -163,10 +177,17 @@ def test_a_seen_pair_may_not(sees, backend):
         fastattn.attention_weights(q, k, **given)
 
 
+FUNCTIONS = {
+    "score_mod": dict(score_mod=lambda s, b, h, i, j: s + SHORT[j]),
+    "mask_mod that hides": dict(mask_mod=lambda b, h, i, j: SHORT[j] > 9),
+}
+
+
 @pytest.mark.parametrize("backend", BOTH)
-def test_indices_of_packed_sequences(backend):
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_indices_of_packed_sequences(function, backend):
     """They count within the sequence. Of its last keys only the second sequence has too many."""
-    given = dict(score_mod=lambda s, b, h, i, j: s + SHORT[j], backend=backend)
+    given = dict(backend=backend, **FUNCTIONS[function])
     packed = [x.detach()[0].transpose(0, 1) for x in tensors(M=45)]
     for middle in (20, 10):
         cu = torch.tensor([0, middle, 45], dtype=torch.int32)

@@ -152,7 +152,11 @@ struct ScoreMod {
   static void mask(const Call& call) {
     if (!shows_all(call.p, call.rows, call.keys)) run(call, code_of(call.p.mod).mask);
   }
-  // Reports an index out of range at a pair that is seen, after the scores are complete.
+  // True if some index may be out of range: then `check` looks at each pair.
+  static FA_INLINE bool has_check(const Params& p) { return !empty(code_of(p.mod).outside); }
+  // Room for what `check` reads in place of the scores.
+  static R* seen(const Params& p, R* scratch) { return scratch + seen_at(code_of(p.mod)); }
+  // Reports an index out of range where slot 0 is not -inf.
   static void check(const Call& call) { run(call, code_of(call.p.mod).outside); }
   // Adds the gradients of captured numbers: slot 1 has those of the scores, slot 0 the products.
   static void gradients(const Call& call) { run(call, code_of(call.p.mod).gradients); }
@@ -186,11 +190,15 @@ struct ScoreMod {
     int64_t b = -1, h = -1, i0 = -1, lanes = -1;
   };
   static constexpr int kLists = 6;
-  // The scratch memory: what is made of each list; slots of [lanes]; slots of [kStepKeys][lanes];
-  // the steps of all lists. The first three slots are tiles and have no room: `Made` is there.
+  // The scratch memory: what is made of each list; slots of [lanes]; slots of [kStepKeys][lanes]; a
+  // tile for `check`; the steps of all lists. The first three slots are tiles and have no room:
+  // `Made` is there.
   static_assert(kLists * sizeof(Made) <= 3 * kMostLanes * sizeof(R));
-  static int64_t steps_at(const ScoreModCode& code) {
+  static int64_t seen_at(const ScoreModCode& code) {
     return (code.constant_slots + (code.slots - code.constant_slots) * kStepKeys) * kMostLanes;
+  }
+  static int64_t steps_at(const ScoreModCode& code) {
+    return seen_at(code) + (empty(code.outside) ? 0 : kTileKeys * kMostLanes);
   }
 
   template <class E>
@@ -462,7 +470,7 @@ struct ScoreMod {
         store(at, V(test != VI{} ? load(at) : splat(-kInf<R>)));
       }
   }
-  // Notes an index out of range at a pair that is seen.
+  // Notes an index out of range where s.out is not -inf.
   static void check(const Call& call, const Step& s) {
     for (int64_t r = 0; r < s.rows; ++r) {
       const I* wrong = s.in[0].template row<I>(r);

@@ -207,7 +207,17 @@ struct Tile {
     if (masked(p, rows, keys)) mask(p, rows, keys, s, scratch);
     if (p.mod.code) ScoreMod<R>::mask(mod);
     if (banded(p, rows, keys)) band(p, rows, keys, s, outside);
-    if (p.mod.code) ScoreMod<R>::check(mod);
+    if (p.mod.code && ScoreMod<R>::has_check(p)) check_indices(p, rows, keys, scratch);
+  }
+  // Reports an index out of range at a pair that neither the mask nor the band hides. The scores do
+  // not say which: those that the functions themselves hide may be hidden by such an index.
+  [[gnu::noinline]] static void check_indices(const Params& p, const Rows& rows, const Keys& keys,
+                                              const ScoreScratch<R>& scratch) {
+    R* seen = ScoreMod<R>::seen(p, scratch.mod);
+    std::fill_n(seen, keys.count * lanes, R(0));
+    if (masked(p, rows, keys)) mask(p, rows, keys, seen, scratch);
+    if (banded(p, rows, keys)) band(p, rows, keys, seen, -kInf<R>);
+    ScoreMod<R>::check({p, rows, keys, lanes, {seen, nullptr, nullptr}, scratch.mod});
   }
 
   // Adds to the gradient of a score_mod's captured numbers, from the gradient of scores.

@@ -128,7 +128,8 @@ class Triton:
 
 
 def check_indices(job: Job) -> None:
-    """Raise IndexError if a program indexes a captured tensor out of range at a pair that is seen.
+    """Raise IndexError if a program indexes a captured tensor out of range at a pair that only
+    functions may hide: `outside` knows where they do.
 
     On a GPU this runs only if FASTATTN_CHECK=1, as `check_values` does; otherwise such an index is
     clamped.
@@ -144,7 +145,7 @@ def check_indices(job: Job) -> None:
         lambda c: programs,
         (),
         (errors,),
-        F=job.flags._replace(block_mask=False, tma=False),
+        F=job.flags._replace(block_mask=False, tma=False, mask_mod=None),
     )
     if errors.any():
         raise IndexError(BAD_INDEX)

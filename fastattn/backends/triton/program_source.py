@@ -3,7 +3,7 @@
     score_mod(s, b, h, i, j, captured)  the score, and its derivative by s
     bend(s, b, h, i, j, captured)       the second derivative
     mask_mod(b, h, i, j, captured)      whether the pair is seen
-    outside(b, h, i, j, captured)       whether it indexes a captured tensor out of range
+    outside(b, h, i, j, captured)       whether an index is out of range: `ModText`
     scatter(s, b, h, i, j, captured, ds, sums, SHIFT)   adds to the gradients of captured numbers
 
 Each value of a program is one line. Whole numbers have 32 bits where the bounds of the program
@@ -180,7 +180,8 @@ def _lines(
 
 def _result(value: Value, at: int) -> str:
     # A slope of one is a number of Python, which costs no instruction.
-    return "1.0" if value.op == "constant" and value.number == 1.0 else f"v{at}"
+    is_one = value.op == "constant" and value.kind == "float" and value.number == 1.0
+    return "1.0" if is_one else f"v{at}"
 
 
 def _width(value: Value, limits: Bounds) -> int:
