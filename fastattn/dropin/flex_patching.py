@@ -15,15 +15,11 @@ import torch
 
 from ..dispatch.library_ops import opaque_to_dynamo
 from .flex import flex_attention as _ours
+from .rebinding import Names
 
 _active = False  # while False, a stand-in that was imported by name runs torch's function
 _torchs: Callable[..., Any] | None = None  # the function that the patch replaces
-# Every name that was ever bound to the function, with the dictionary of its module; those that the
-# last `_replace` bound; and what `_references` was after it. A search through all modules takes
-# milliseconds, and `sdpa` may be entered at every step.
-_places: dict[tuple[int, str], dict[str, Any]] = {}
-_bound: list[tuple[dict[str, Any], str]] = []
-_counted: tuple[int, int] | None = None
+_names = Names(__name__)
 
 
 @opaque_to_dynamo
@@ -48,7 +44,7 @@ def take() -> None:
             _torchs = module.flex_attention
         if _torchs is None:  # another function is in its place since before the first patch
             return
-        _replace(_torchs, flex_attention)
+        _names.rebind(_torchs, flex_attention)
         _active = True
         _replace_compiled(lambda held: flex_attention)
 
@@ -57,37 +53,9 @@ def release() -> None:
     """Put torch's function back."""
     global _active
     if _torchs is not None:
-        _replace(flex_attention, _torchs)
+        _names.rebind(flex_attention, _torchs)
         _replace_compiled(None)
     _active = False
-
-
-def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Bind every name of every module that is bound to `old` to `new`."""
-    global _bound, _counted
-    stay = all(names.get(name) is old for names, name in _bound)
-    if not stay or _references(old) != _counted:
-        _search(old)
-    _bound = [(names, name) for (_, name), names in _places.items() if names.get(name) is old]
-    for names, name in _bound:
-        names[name] = new
-    _counted = _references(new)
-
-
-def _references(function: Callable[..., Any]) -> tuple[int, int]:
-    """Numbers that change where a name is bound to the function: of references, and of modules."""
-    return sys.getrefcount(function), len(sys.modules)
-
-
-def _search(function: Callable[..., Any]) -> None:
-    """Add the names that are bound to a function to `_places`."""
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or module is sys.modules[__name__]:
-            continue
-        if id(function) in map(id, list(names.values())):  # few modules; the next loop is slower
-            bound = [name for name, x in list(names.items()) if x is function]
-            _places.update({(id(names), name): names for name in bound})
 
 
 def _replace_compiled(call: Callable[[Any], Any] | None) -> None:

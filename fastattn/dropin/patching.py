@@ -1,6 +1,7 @@
-"""patch, unpatch and sdpa: run torch's scaled_dot_product_attention on fastattn in any model.
+"""patch, unpatch and sdpa: run torch's functions of attention on fastattn in any model.
 
-A stand-in replaces `torch.nn.functional.scaled_dot_product_attention`. If `why_torchs` returns a
+`flex_patching.py` and `varlen_patching.py` replace flex_attention and varlen_attn. Here, a stand-in
+replaces `torch.nn.functional.scaled_dot_product_attention`. If `why_torchs` returns a
 reason, or if our function raises, it calls torch's function with the arguments unchanged. So errors
 are torch's, and every call that torch can run still runs.
 
@@ -12,7 +13,6 @@ another width or 3-D inputs, nor on a GPU for masks or float32, where there is m
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from ..backends import base
 from ..backends.native.marshalling import PLAIN
-from . import flex_patching, nested
+from . import flex_patching, fused_kernels, nested, varlen_patching
 from .sdpa import is_causal_bias
 from .sdpa import scaled_dot_product_attention as _ours
 
@@ -47,7 +46,6 @@ _asking = 0  # the thread that runs `_calls_ours`, which tests if such a functio
 _reached = False
 _torch: Any = F  # the module with the replaced function
 _torchs: Any = F.scaled_dot_product_attention  # the function that the patch replaces
-_head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest with a fused kernel
 
 _PRIORITY = torch._C._get_sdp_priority_order()
 
@@ -77,6 +75,14 @@ def patch() -> None:
     torch's `flex_attention` runs on `fastattn.flex_attention`, which trains it on CPUs, too: also
     under names that modules imported before, and where transformers holds it compiled. torch's own
     function runs where ours raises.
+
+    `varlen_attn` and `varlen_attn_out` of torch.nn.attention.varlen run on
+    `fastattn.attention_packed`, with the arguments of the installed torch: on CPUs, too, in
+    float32 and float64, with second derivatives, and with gradients by the LSE, by keys of which
+    a part is used, in pages, and through `out`. Names that modules imported before are reached,
+    compiled forms that were made before are not. On a CPU an argument of a newer torch that
+    fastattn does not know raises unless it has its default. On other devices torch's own functions
+    run where ours raise or have no kernel.
 
     Three differences from torch remain. Dropout draws another mask. Autograd keeps the output of
     every call, as torch's flash kernel does and its math kernel does not, so changing an output in
@@ -161,8 +167,9 @@ def _take(holder: str) -> None:
         # During a patch, another library's function in our place stays; torch's is replaced again.
         stays = _active and not isinstance(function, BuiltinFunctionType)
         if not _active:
-            _head_dims.update(_largest_head_dims())
+            fused_kernels.look()
             flex_patching.take()
+            varlen_patching.take()
         if not stays and not _calls_ours(function):
             _torchs, _torch.scaled_dot_product_attention = function, _stand_in
             _script_as(function)
@@ -177,6 +184,7 @@ def _release(holder: str) -> None:
             return
         _active = False
         flex_patching.release()
+        varlen_patching.release()
         if F.scaled_dot_product_attention is _stand_in:
             _torch.scaled_dot_product_attention = _torchs
         else:
@@ -200,19 +208,6 @@ def _calls_ours(function: Any) -> bool:
         return _reached
     finally:
         _asking = 0
-
-
-def _largest_head_dims() -> dict[str, dict[torch.dtype, int]]:
-    """The largest head dims of the fused backends that can run here, by device and dtype."""
-    head_dims: dict[str, dict[torch.dtype, int]] = {}
-    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        for each in map(base.get, base.names()):
-            support = each.support
-            if device in (support.devices or ()) and not each.unavailable():
-                limits = dict.fromkeys(support.dtypes, support.max_head_dim or sys.maxsize)
-                known = head_dims.setdefault(device, {})
-                known |= {x: max(limit, known.get(x, 0)) for x, limit in limits.items()}
-    return head_dims
 
 
 def _script_as(function) -> None:
@@ -279,16 +274,10 @@ def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str |
     if why := _chosen():
         return why
     device, dtype = query.device.type, query.dtype
-    if device not in _head_dims:
-        return f"no fused kernel here for {device}"
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+    known = device in fused_kernels.head_dims  # torch cannot ask for autocast of every device
+    if known and torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    limit = _head_dims[device].get(dtype)
-    if limit is None:
-        return f"no fused kernel here for {dtype} on {device}"
-    if query.shape[-1] > limit or value.shape[-1] > limit:
-        return f"a head dim over {limit}"
-    return None
+    return fused_kernels.why_none(device, dtype, query.shape[-1], value.shape[-1])
 
 
 def _watched() -> str | None:

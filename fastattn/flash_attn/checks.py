@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from ..call.flash_conventions import in_names
 from ..call.int4 import INT4
 from ..call.need import need_a_tensor
 
@@ -29,11 +29,10 @@ def in_their_names(**names: str):
     try:
         yield
     except (TypeError, ValueError) as error:
-        ours = str(error)
-        told = re.sub(r"^\w+|\w+_\w+", lambda found: names.get(found[0], found[0]), ours)
-        if told == ours:
+        told = in_names(error, names)
+        if told is error:
             raise
-        raise type(error)(told) from None
+        raise told from None
 
 
 Axes = tuple[int | str, ...]  # a string allows any size

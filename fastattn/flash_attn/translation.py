@@ -6,7 +6,6 @@ requests that, for any other `Place(bottom_right=True)`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_packed, attention_weights, draw_seed
+from ..call.flash_conventions import edges
 from ..call.spec import Place
 from .checks import need_shape, refuse_int4, within
 
@@ -33,7 +33,7 @@ def arguments_of(
     dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> Arguments:
-    window = _window(window_size)
+    window = edges(window_size)
     return dict(
         place=Place(bottom_right=True),
         dropout_p=dropout_p,
@@ -45,15 +45,6 @@ def arguments_of(
         sinks=s_aux,
         deterministic=True if deterministic else None,
     )
-
-
-def _window(window_size) -> tuple[int | None, int | None]:
-    try:
-        left, right = (operator.index(x) for x in window_size)
-    except (TypeError, ValueError):
-        expected = "a pair of ints (left, right), -1 for no limit"
-        raise ValueError(f"window_size: got {window_size!r}, expected {expected}") from None
-    return None if left < 0 else left, None if right < 0 else right
 
 
 def dense(

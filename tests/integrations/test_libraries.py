@@ -293,6 +293,23 @@ def test_a_backend_of_diffusers(build, calls, dispatch):
     assert len(calls) == attentions
 
 
+def test_flash_of_diffusers_has_no_masks(calls, dispatch):
+    """It is flash-attn's function, which has none. "fastattn" takes them."""
+    q, k, v = torch.randn(3, 2, 9, 3, 8).unbind()
+    mask = torch.arange(9) < torch.tensor([[9], [5]])
+    flash = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.FLASH]
+    with pytest.raises(ValueError, match="`attn_mask` is not supported"):
+        flash(q, k, v, attn_mask=mask)
+    with dispatch.attention_backend("native"):
+        wanted = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask)
+    ours_for_diffusers.register()
+    with dispatch.attention_backend("fastattn"):
+        found = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask)
+    ours_for_diffusers.unregister()
+    torch.testing.assert_close(found, wanted)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_of_diffusers(ranks, calls, dispatch):
     """Several ranks are refused: attention to part of the sequence would be silently wrong."""
