@@ -60,7 +60,7 @@ def _run(
     given = _by_name(torchs, args, kwargs)
     if given is None or not _active or torch.compiler.is_exporting():
         return torchs.call(*args, **kwargs)
-    query = given["query"]
+    query = given.get("query")
     on_cpu = not isinstance(query, torch.Tensor) or query.device.type == "cpu"
     if not on_cpu and fused_kernels.why_none(query.device.type, query.dtype, query.shape[-1]):
         return torchs.call(*args, **kwargs)
