@@ -58,7 +58,7 @@ def _run(
     torchs: _Torchs, ours: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     given = _by_name(torchs, args, kwargs)
-    if given is None or not _active or torch.compiler.is_exporting():
+    if given is None or not _active or _is_exporting():
         return torchs.call(*args, **kwargs)
     query = given.get("query")
     on_cpu = not isinstance(query, torch.Tensor) or query.device.type == "cpu"
@@ -71,6 +71,14 @@ def _run(
         if on_cpu:  # torch's runs no call there
             raise in_names(error, varlen.NAMES) from error.__cause__
     return torchs.call(*args, **kwargs)  # torch computes it, or raises its own error
+
+
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+# Code that is traced would not learn it in every version of torch: see `patching._chosen`.
+_is_exporting._dynamo_marked_constant = True  # ty: ignore
 
 
 def _by_name(
