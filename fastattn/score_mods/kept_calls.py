@@ -3,13 +3,14 @@
 To trace two functions and to lower their programs takes some hundred microseconds. The result is
 kept by all that the functions use: their code, the numbers and strings in their closures, defaults
 and globals, the functions that they call, and the dtypes and shapes of the tensors that they
-capture. The elements of these are read anew in each call. Where they decide more than numbers of
-the program (lengths and slopes that are recognised, classes of blocks), a copy of them is kept, and
-what was found serves calls with equal ones.
+capture; also those in tuples, lists and dicts, as they are at the call. The elements of tensors are
+read anew in each call. Where they decide more than numbers of the program (lengths and slopes that
+are recognised, classes of blocks), a copy of them is kept, and what was found serves calls with
+equal ones.
 
-Nothing is kept of functions that use anything else (an object, a list, a module that is not torch's
-or Python's), that look at an element of a captured tensor while they are traced, or that capture a
-tensor with a gradient.
+Nothing is kept of functions that use anything else (an object, a module that is not torch's or
+Python's), that change a list or a dict, that look at an element of a captured tensor while they are
+traced, or that capture a tensor with a gradient.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ BUILTINS |= frozenset((all, any, enumerate, list, map, reversed, sum, tuple, zip
 # make numbers, and attributes of tensors, all of which tracing sees; members of math and operator.
 KNOWN = frozenset(("nn", "functional", "special", "inf", "nan", "pi", "e", "finfo", "iinfo"))
 KNOWN |= {"eps", "tiny", "smallest_normal", "bits", "Tensor", "dtype", "device", *MAKERS}
+KNOWN |= {"get", "items", "keys", "values"}  # of dicts
 KNOWN |= {name for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 KNOWN |= {x for y in (Tensor, math, operator) for x in dir(y) if not x.startswith("_")}
 KNOWN = KNOWN - {"attrgetter", "methodcaller"} | {x.__name__ for x in BUILTINS}
+# What may change a list or a dict: instructions, and names among the known ones.
+WRITES = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"))
+CHANGING = frozenset(("setitem", "delitem", "iadd", "iconcat", "imul", "ior", "sort"))
 
 
 class Made(NamedTuple):
@@ -187,6 +192,8 @@ class _Uses:
         self.tensors: list[Tensor] = []
         self.held: list[object] = []  # the key has their addresses
         self.functions: list[FunctionType] = []
+        self.changeable: list[list | dict] = []
+        self.changes = False  # a function may change one of these
         self.key: Any = None
 
     @classmethod
@@ -195,6 +202,8 @@ class _Uses:
         uses = cls()
         try:
             uses.key = tuple(map(uses.part, functions))
+            if uses.changeable and uses.changes:
+                raise _NotKnown
         except (_NotKnown, ValueError, RecursionError):  # a cell of a closure is empty; many cells
             return None
         return uses
@@ -217,11 +226,22 @@ class _Uses:
             return self.tensor(x)
         if kind is tuple:
             return tuple, *map(self.part, x)
+        if kind is list or kind is dict:
+            return self.changeable_part(x)
         if kind is torch.dtype or kind is torch.device:
             return x
         if _is_fixed(x):
+            self.changes |= x.__name__.strip("_") in CHANGING
             return self.address(x)
         raise _NotKnown
+
+    def changeable_part(self, x: list | dict) -> Any:
+        """The key of what is in a list or a dict now, and which of those of the functions it is."""
+        at = next((at for at, y in enumerate(self.changeable) if y is x), None)
+        if at is not None:
+            return type(x), at
+        self.changeable.append(x)
+        return type(x), self.part(tuple(x.items() if type(x) is dict else x))
 
     def address(self, x: object) -> int:
         self.held.append(x)
@@ -248,6 +268,7 @@ class _Uses:
             raise _NotKnown
         if not all(x in known or _is_known(x) for x in names.looked_up):
             raise _NotKnown
+        self.changes |= names.changes
         cells = tuple(x.cell_contents for x in fn.__closure__ or ())
         named = (
             *((x, known[x]) for x in names.looked_up if x in known),
@@ -273,21 +294,28 @@ def _is_known(name: str) -> bool:
     return name in KNOWN or name.strip("_") in FUNCTIONS
 
 
+def _is_in_place(x: dis.Instruction) -> bool:
+    """True of +=, which adds to a list in place: BINARY_OP, or INPLACE_ADD of Python 3.10."""
+    return x.opname.startswith("INPLACE_") or (x.opname == "BINARY_OP" and "=" in x.argrepr)
+
+
 class _Names(NamedTuple):
     """What a function, and the functions in it, look up."""
 
     looked_up: tuple[str, ...]  # among globals
     attributes: tuple[str, ...]
+    changes: bool  # they may change a list or a dict
 
 
 @functools.lru_cache(maxsize=MOST)
 def _names(code: CodeType) -> _Names | None:
     """None for a function that imports, or writes variables that are not its own."""
-    looked_up, attributes = [], []
+    looked_up, attributes, changes = [], [], False
     for x in dis.get_instructions(code):
         outside = x.opname == "STORE_DEREF" and x.argval in code.co_freevars
         if outside or x.opname in ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
             return None
+        changes |= x.opname in WRITES or _is_in_place(x)
         if x.opcode in dis.hasname:
             of_globals = x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
             (looked_up if of_globals else attributes).append(x.argval)
@@ -298,4 +326,6 @@ def _names(code: CodeType) -> _Names | None:
                 return None
             looked_up += inner.looked_up
             attributes += inner.attributes
-    return _Names(tuple(looked_up), tuple(attributes))
+            changes |= inner.changes
+    changes |= any(x.strip("_") in CHANGING for x in (*looked_up, *attributes))
+    return _Names(tuple(looked_up), tuple(attributes), changes)

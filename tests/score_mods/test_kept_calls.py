@@ -220,10 +220,69 @@ def test_what_inference_mode_makes_is_not_used_in_training(traced):
     assert q.grad.any() and len(traced) == 2
 
 
+NUMBERS, NAMED = [1.0, 2.0], {"one": 1.0, "two": 2.0}
+IN_CONTAINERS = {
+    "a list": (lambda s, *_: s * NUMBERS[0], lambda x: NUMBERS.__setitem__(0, x)),
+    "a dict": (lambda s, *_: s * NAMED["one"], lambda x: NAMED.update(one=x)),
+    "the order of a dict": (
+        lambda s, *_: s * sum(n * x for n, x in enumerate(NAMED.values())) + NAMED.get("one"),
+        lambda x: NAMED.update(one=NAMED.pop("one"), two=NAMED.pop("two") if x > 3 else 2.0),
+    ),
+    "the length of a list": (
+        lambda s, *_: s * len(NUMBERS),
+        lambda x: NUMBERS.__setitem__(slice(1, None), [2.0] * int(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_CONTAINERS)
+def test_numbers_in_lists_and_dicts(traced, name):
+    mod, change = IN_CONTAINERS[name]
+    for number in (2.0, 5.0, 2.0):
+        change(number)
+        attend(mod)
+    assert len(traced) == 2
+    NUMBERS[:] = [1.0, 2.0]
+    NAMED.clear()
+    NAMED.update(one=1.0, two=2.0)
+
+
+def test_tensors_in_lists_and_dicts(traced):
+    """As code for FlashAttention-4 has them: a list that is an argument."""
+    one, two = torch.randn(7), torch.randn(5)
+
+    def with_tensors(s, b, h, i, j, tensors):
+        return s + tensors[0][j] * tensors[1][i]
+
+    def of_list(tensors):
+        return lambda *at: with_tensors(*at, tensors)
+
+    def of_dict(named):
+        return lambda s, b, h, i, j: s + named["key"][j] * named["row"][i]
+
+    for _ in range(3):
+        attend(of_list([one, two]))
+        attend(of_dict({"key": one, "row": two}))
+        one.add_(1)  # elements are read anew
+    assert len(traced) == 2
+    longer = torch.randn(9)
+    attend(of_list([longer, two]))
+    assert len(traced) == 3
+
+
+def test_which_list_is_which(traced):
+    def mod(x, y):
+        return lambda s, *_: s * 2 if x is y else s * 3
+
+    x, y = [1.0], [1.0]
+    for pair in ((x, x), (x, y), (x, x), (y, x)):
+        attend(mod(*pair))
+    assert len(traced) == 2
+
+
 # ------------------------------------------------------------------- of what nothing may be kept
 
 STATE = SimpleNamespace(width=1.0)
-NUMBERS = [1.0, 2.0]
 
 
 class Mods:
@@ -261,7 +320,6 @@ CHANGING = {  # a function, and what changes it
         lambda s, *_: s * STATE.width,
         functools.partial(setattr, STATE, "width"),
     ),
-    "an element of a list": (lambda s, *_: s * NUMBERS[0], lambda x: NUMBERS.__setitem__(0, x)),
     "a method": (MODS.method, functools.partial(setattr, MODS, "width")),
     "an object that is called": (MODS, functools.partial(setattr, MODS, "width")),
     "a partial function": (
@@ -510,6 +568,42 @@ def test_draws_on_numbers_of_the_function(traced, name):
         fastattn.attention(Q, K, V, score_mod=lambda s, *_: s * (1 + draw())) for _ in range(20)
     ]
     assert any(not torch.equal(outs[0], x) for x in outs)
+    assert not kept_calls._kept
+
+
+GROWING = [1.0]
+
+
+def appended(s, *_):
+    GROWING.__iadd__([1.0])
+    return s * len(GROWING)
+
+
+def set_first(s, *_):
+    GROWING[0] = GROWING[0] + 1.0
+    return s * GROWING[0]
+
+
+def set_by_operator(s, *_):
+    operator.setitem(GROWING, 0, GROWING[0] + 1.0)
+    return s * GROWING[0]
+
+
+def grown_in_place(s, *_):
+    x = GROWING
+    x += [1.0]
+    return s * len(x)
+
+
+@pytest.mark.parametrize(
+    "mod", [appended, set_first, set_by_operator, grown_in_place], ids=lambda x: x.__name__
+)
+def test_lists_that_a_function_changes(traced, mod):
+    for n in (2, 3, 4):
+        GROWING[:] = [1.0]
+        for _ in range(n - 1):
+            found = fastattn.attention(Q, K, V, score_mod=mod)
+        right(found, lambda s, *_: s * n)  # noqa: B023
     assert not kept_calls._kept
 
 
