@@ -46,6 +46,17 @@ def log2(x):
 
 
 @triton.jit
+def log1p(x):
+    """log(1 + x). In the interpreter log(w) x / (w - 1), of w = 1 + x, rounded: w - 1 is exact."""
+    if INTERPRETED:
+        w = 1 + x
+        rounded_x = w - 1
+        scaled = tl.log(w) * tl.div_rn(x, tl.where(rounded_x == 0, 1.0, rounded_x))
+        return tl.where(rounded_x == 0, x, tl.where(w == float("inf"), w, scaled))
+    return libdevice.log1p(x)
+
+
+@triton.jit
 def sin(x):
     return tl.sin(x) if INTERPRETED else libdevice.sin(x)
 

@@ -303,8 +303,9 @@ def _score_gradients(
     if t.sinks is not None:
         grads["sinks"] = -(_shares(t) * delta).sum((0, 2))
     mod = _score_mod_at(spec, t, k)
-    if mod is not None and t.captured_floats is not None:
-        grads["captured_floats"] = mod.gradient(ds)
+    if t.captured_floats is not None:  # a mask_mod alone has no gradient by them
+        nothing = torch.zeros_like(t.captured_floats)
+        grads["captured_floats"] = nothing if mod is None else mod.gradient(ds)
     ds = _by_product(ds, _derivative(spec, t, k, mod))
     grads["q"] = ds @ k
     grads["k"] = _sum_groups(spec, ds.mT @ t.q)
@@ -382,10 +383,11 @@ def _score_tangents(
         grads["sinks"] = -(share_t * delta + share * delta_t).sum((0, 2))
     k = _heads(spec, t.k, t)
     mod, by_product = _score_mod_at(spec, t, k), moved.products_t * spec.scale
+    if t.captured_floats is not None:
+        own = ds, ds_t, by_product, u.captured_floats
+        nothing = torch.zeros_like(t.captured_floats)
+        grads["captured_floats"] = nothing if mod is None else mod.gradient_tangent(*own)
     if mod is not None:
-        if t.captured_floats is not None:
-            own = ds, ds_t, by_product, u.captured_floats
-            grads["captured_floats"] = mod.gradient_tangent(*own)
         curved = spec.scale * mod.slope_tangent(by_product, u.captured_floats)
     else:
         curved = oracle.derivative_tangent(t.q, k, moved.products_t, **score_arguments(spec, t))

@@ -17,13 +17,15 @@ def _unary(op: str, least: str, t: Trace, input: Any) -> Symbol:
     return t.emit(op, *t.promoted(x, least=least))
 
 
-for _op in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf"):
+EXPONENTIALS = ("exp", "exp2", "log", "log2", "log1p")
+for _op in (*EXPONENTIALS, "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf"):
     FUNCTIONS[_op] = with_first(_unary, _op, "float")
 for _op in ("neg", "abs", "sign"):
     FUNCTIONS[_op] = with_first(_unary, _op, "int")
 for _alias, _op in dict(
-    negative="neg", absolute="abs", sgn="sign", expit="sigmoid", special_exp2="exp2"
-).items():
+    negative="neg", absolute="abs", sgn="sign", expit="sigmoid", special_expit="sigmoid",
+    special_exp2="exp2", special_log1p="log1p", special_erf="erf",
+).items():  # fmt: skip
     FUNCTIONS[_alias] = FUNCTIONS[_op]
 
 
@@ -171,16 +173,14 @@ def reshaped(t: Trace, input: Any, *shape: Any) -> Symbol:
     return t.lift(input)
 
 
-def _extreme(op: str, logical: str, t: Trace, input: Any, other: Any = None) -> Symbol:
-    if other is None:
-        return t.lift(input, op)
+def _extreme(op: str, logical: str, t: Trace, input: Any, other: Any) -> Symbol:
     x, y = pair(t, op, input, other)
     return t.emit(logical if x.kind == "bool" else op, x, y)
 
 
 for _op, _names, _logical in (
-    ("minimum", ("minimum", "min", "amin"), "and"),
-    ("maximum", ("maximum", "max", "amax"), "or"),
+    ("minimum", ("minimum",), "and"),
+    ("maximum", ("maximum",), "or"),
 ):
     known_as(*_names)(with_first(_extreme, _op, _logical))
 
@@ -234,6 +234,36 @@ def leaky_relu(t: Trace, input: Any, negative_slope: Any = 0.01, inplace: bool =
     (x,) = t.promoted(t.lift(input, "leaky_relu"), least="float")
     scaled = mul(t, x, float(negative_slope))
     return t.emit("where", t.emit("gt", x, t.constant(0.0)), x, scaled)
+
+
+@known_as("tan")
+def tan(t: Trace, input: Any) -> Symbol:
+    return div(t, FUNCTIONS["sin"](t, input), FUNCTIONS["cos"](t, input))
+
+
+def _log_of_one_plus_exp(t: Trace, x: Symbol) -> Symbol:
+    """log(1 + e^x), as max(x, 0) + log1p(e^-|x|): e^x would overflow. Where it selects branches, at
+    0, both have the same derivatives."""
+    zero = t.constant(0.0)
+    above = t.emit("gt", x, zero)
+    size = t.emit("where", above, t.emit("neg", x), x)
+    rest = t.emit("log1p", t.emit("exp", size))
+    return t.emit("add", t.emit("where", above, x, zero), rest)
+
+
+@known_as("softplus")
+def softplus(t: Trace, input: Any, beta: Any = 1, threshold: Any = 20) -> Symbol:
+    x = t.cast(t.lift(input, "softplus"), "float")
+    scaled = x if beta == 1 else mul(t, x, float(beta))
+    value = _log_of_one_plus_exp(t, scaled)
+    value = value if beta == 1 else div(t, value, float(beta))
+    return t.emit("where", t.emit("gt", scaled, t.constant(float(threshold))), x, value)
+
+
+@known_as("logsigmoid", "log_sigmoid")
+def logsigmoid(t: Trace, input: Any) -> Symbol:
+    x = t.cast(t.lift(input, "logsigmoid"), "float")
+    return t.emit("sub", t.constant(0.0), _log_of_one_plus_exp(t, t.emit("neg", x)))
 
 
 @known_as("silu")

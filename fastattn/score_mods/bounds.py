@@ -100,6 +100,11 @@ def _log(f: Callable) -> Callable:
     return lambda x: (f(max(x[0], 2.0**-1074)), f(x[1])) if x[1] > 0 else None
 
 
+def _log1p(x: tuple) -> Bounds:
+    # Of -1 it is -inf; the next number is -1 + 2^-53.
+    return (math.log1p(max(x[0], 2.0**-53 - 1)), math.log1p(x[1])) if x[1] > -1 else None
+
+
 def _sqrt(x: tuple) -> Bounds:
     return math.sqrt(max(x[0], 0)), math.sqrt(max(x[1], 0))
 
@@ -150,6 +155,7 @@ RULES: dict[str, Callable] = {
     "exp2": _corners(lambda a: 2.0**a),
     "log": _log(math.log),
     "log2": _log(math.log2),
+    "log1p": _log1p,
     "sqrt": _sqrt,
 }
 MOST_OF_FLOAT = 2**30  # that a float becomes as a whole number in kernels, if scores are float32

@@ -110,12 +110,3 @@ def result_type(t: Trace, x: Any, y: Any) -> torch.dtype:
 @known_as("is_floating_point")
 def is_floating_point(t: Trace, input: Any) -> bool:
     return t.lift(input).kind == "float"
-
-
-@known_as("dot", "sum", "mean", "prod", "matmul", "einsum", "norm")
-def of_tables(t: Trace, *args: Any, **kwargs: Any) -> object:
-    raise refused(
-        NotImplementedError,
-        "a sum over elements of captured tensors: compute it outside of the function and index "
-        "the result, or add its terms to the head dimension of query and key",
-    )

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .program import Builder, Value
+from .program import Builder, Value, needed
 
 Derivative = int | None  # the number of a value; None: 0
 
@@ -55,16 +55,21 @@ class Differentiation:
 
     def by(self, at: int, result: int) -> Derivative:
         """The derivative of value `result` by value `at`."""
-        derivatives: list[Move] = [None] * (result + 1)
-        for x in range(at, result + 1):
+        return self.along({at: self.number(1.0)}, result)
+
+    def along(self, tangents: dict[int, int], result: int) -> Derivative:
+        """The derivative of value `result` along the tangents of values: the number of each value,
+        and that of its tangent."""
+        derivatives: dict[int, Move] = {}
+        for x in needed(self.values, result):
             value = self.values[x]
-            if x == at:
-                derivatives[x] = Unselected(self.number(1.0), self.builder.constant(True))
+            if x in tangents:
+                derivatives[x] = Unselected(tangents[x], self.builder.constant(True))
             elif value.kind == "float" and value.op in RULES:
-                moves = [derivatives[y] for y in value.args]
+                moves = [derivatives.get(y) for y in value.args]
                 if any(y is not None for y in moves):
                     derivatives[x] = RULES[value.op](self, x, value.args, moves)
-        return self.selected(derivatives[result])
+        return self.selected(derivatives.get(result))
 
     def by_score(self, result: int) -> tuple[Derivative, Derivative]:
         """The first and the second derivative of value `result` by the score."""
@@ -167,6 +172,10 @@ def _one_minus_square(d: Differentiation, at: int, x: int) -> int:
     return d.emit("sub", d.number(1.0), d.emit("mul", at, at))
 
 
+def _log1p(d: Differentiation, at: int, x: int) -> int:
+    return d.emit("div", d.number(1.0), d.emit("add", x, d.number(1.0)))
+
+
 def _erf(d: Differentiation, at: int, x: int) -> int:
     bell = d.emit("exp", d.emit("neg", d.emit("mul", x, x)))
     return d.emit("mul", d.number(2 / math.sqrt(math.pi)), bell)
@@ -190,6 +199,7 @@ RULES: dict[str, Rule] = {
     "exp2": _of_one(lambda d, at, x: d.emit("mul", at, d.number(math.log(2)))),
     "log": _of_one(lambda d, at, x: d.emit("div", d.number(1.0), x)),
     "log2": _of_one(lambda d, at, x: d.emit("div", d.number(1 / math.log(2)), x)),
+    "log1p": _of_one(_log1p),
     "sqrt": _of_one(lambda d, at, x: d.emit("div", d.number(0.5), at)),
     "rsqrt": _of_one(_rsqrt),
     "sin": _of_one(lambda d, at, x: d.emit("cos", x)),

@@ -400,6 +400,7 @@ RISING: dict[str, tuple[Callable, float]] = {
     "sqrt": (torch.sqrt, 1e-5),
     "exp": (torch.exp, 1e-5),
     "exp2": (torch.exp2, 1e-5),
+    "log1p": (torch.log1p, 1e-5),
     "tanh": (torch.tanh, 1e-5),
     "sigmoid": (torch.sigmoid, 1e-5),
     "erf": (torch.erf, 1e-5),

@@ -171,8 +171,10 @@ def _is_narrow(program: Program, inputs: dict[str, tuple[int, int]], ints: Ints)
 
 
 def _is_like_a_mask(value: Value, program: Program, tensors: Sequence[Tensor]) -> bool:
-    """True for a load by [.., i, j] of a tensor that is large or has a gradient."""
-    if value.tensor is None or [program.values[x].op for x in value.args[-2:]] != ["i", "j"]:
+    """True for a load by [.., i, j] of a tensor that is large or has a gradient, also of one of
+    several numbers of a pair."""
+    ops = [program.values[x].op for x in value.args]
+    if value.tensor is None or [x for x in ops if x != "constant"][-2:] != ["i", "j"]:
         return False
     x = tensors[value.tensor]
     return x.requires_grad or known(x.numel() > MOST_COPIED >> 4)
@@ -220,7 +222,8 @@ class _Table(NamedTuple):
                 continue
             numbers, tests = self._emitted(builder, program, inputs, ints)
             for at in conjuncts(program):
-                for test in (y for x in needed(program.values, at) for y in tests.pop(x, ())):
+                own = (y for x in needed(program.values, at) for y in tests.pop(x, ()))
+                for test in dict.fromkeys(own):  # neighbouring elements have one index
                     wrong = builder.emit("or", wrong, builder.emit("and", shown, test))
                 if program is mask:
                     shown = builder.emit("and", shown, numbers[at])

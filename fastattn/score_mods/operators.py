@@ -87,6 +87,7 @@ OPS: dict[str, Op] = {
     "exp2": Op(_FLOAT, torch.exp2),
     "log": Op(_FLOAT, torch.log),
     "log2": Op(_FLOAT, torch.log2),
+    "log1p": Op(_FLOAT, torch.log1p),
     "sqrt": Op(_FLOAT, torch.sqrt),
     "rsqrt": Op(_FLOAT, torch.rsqrt),
     "sin": Op(_FLOAT, torch.sin),

@@ -13,6 +13,7 @@ where k are the places that the program loads from. Nothing is recorded by autog
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +22,19 @@ from torch import Tensor
 from .derivatives import Derivative, Differentiation
 from .evaluate import NOWHERE, evaluate_all
 from .mod_text import ModText
-from .program import Program
+from .program import Program, needed, renumbered
+
+FLOATS_T = 2  # the number of the captured tensor that has the tangent of 0
 
 
 class Load(NamedTuple):
-    """A load of a captured float: the values of its index, of f_k, and of f_xk."""
+    """A load of a captured float: the values of its index, of f_k, of f_xk, and of the derivative
+    of f_k along the tangent of captured floats, sum_l f_kl c_t[l]."""
 
     index: int
     slope: Derivative
     mixed: Derivative
+    along: Derivative
 
 
 class _Derived(NamedTuple):
@@ -40,7 +45,6 @@ class _Derived(NamedTuple):
     slope: Derivative
     bend: Derivative
     loads: tuple[Load, ...]
-    by_two: tuple[tuple[Derivative, ...], ...]  # of two loads
 
 
 @functools.lru_cache(maxsize=64)
@@ -50,19 +54,21 @@ def _derived(text: str) -> _Derived | None:
         return None
     d, result = Differentiation(program.values), len(program.values) - 1
     score = next((at for at, x in enumerate(program.values) if x.op == "score"), None)
-
-    def by(at: int | None, of: Derivative) -> Derivative:
-        return None if at is None or of is None else d.by(at, of)
-
-    floats = [at for at, x in enumerate(program.values) if x.op == "load" and x.kind == "float"]
+    floats = {
+        at: x.args[0] for at, x in enumerate(program.values) if x.op == "load" and x.kind == "float"
+    }
+    tangents = {at: d.builder.load(FLOATS_T, "float", (x,)) for at, x in floats.items()}
     slope, bend = d.by_score(result)
-    slopes = [by(at, result) for at in floats]
-    loads = tuple(
-        Load(program.values[at].args[0], x, by(score, x)) for at, x in zip(floats, slopes)
-    )
-    by_two = tuple(tuple(by(at, x) for at in floats) for x in slopes)
-    whole = Program(tuple(d.values), program.captured)
-    return _Derived(whole, result, slope, bend, loads, by_two)
+    loads = []
+    for at, index in floats.items():
+        by_load = d.by(at, result)
+        mixed = along = None
+        if by_load is not None:
+            mixed = None if score is None else d.by(score, by_load)
+            along = d.along(tangents, by_load)
+        loads.append(Load(index, by_load, mixed, along))
+    whole = Program(tuple(d.values), (*program.captured, program.captured[0]))
+    return _Derived(whole, result, slope, bend, tuple(loads))
 
 
 class ScoreModAt:
@@ -85,56 +91,68 @@ class ScoreModAt:
         derived = _derived(text)
         assert derived is not None, "a text with a score_mod"
         self.derived, self.captured, self.shape = derived, captured, products.shape
-        where: dict[str, Any] = dict(score=products, seen=NOWHERE, **indices)
-        self.values = evaluate_all(derived.program, captured, **where)
+        self.where: dict[str, Any] = dict(score=products, seen=NOWHERE, **indices)
 
-    def _at(self, at: Derivative) -> Tensor | float:
-        return 0.0 if at is None else self.values[at]
+    def _at(self, *wanted: Derivative, floats_t: Tensor | None = None) -> Iterator[Any]:
+        """These values of the program, tensors; 0.0 for None."""
+        program, (floats, ints) = self.derived.program, self.captured
+        kept = needed(program.values, *(x for x in wanted if x is not None))
+        part = Program(renumbered(program.values, kept), program.captured)
+        tensors = floats, ints, floats if floats_t is None else floats_t
+        values = dict(zip(kept, evaluate_all(part, tensors, **self.where)))
+        return iter([0.0 if x is None else values[x] for x in wanted])
 
     def value(self) -> Tensor:
-        return self.values[self.derived.result].expand(self.shape)
+        (value,) = self._at(self.derived.result)
+        return value.expand(self.shape)
 
     def slope(self) -> Tensor | float:
         """f_x."""
-        return self._at(self.derived.slope)
+        return next(self._at(self.derived.slope))
 
     def slope_tangent(self, products_t: Tensor, floats_t: Tensor | None) -> Tensor:
-        moved = products_t * self._at(self.derived.bend)
-        if floats_t is not None:
-            for load in self.derived.loads:
-                moved = moved + self._at(load.mixed) * floats_t[self._place(load)]
-        return moved
+        moved = products_t * next(self._at(self.derived.bend))
+        return moved if floats_t is None else moved + self._along(floats_t, "mixed")
 
     def of_floats(self, floats_t: Tensor) -> Tensor:
         """sum_k f_k c_t[k]."""
+        return self._along(floats_t, "slope")
+
+    def _along(self, floats_t: Tensor, name: str) -> Tensor:
+        """The sum over the loads of c_t times the derivative of this name."""
         moved = floats_t.new_zeros(self.shape)
-        for load in self.derived.loads:
-            moved = moved + self._at(load.slope) * floats_t[self._place(load)]
+        for index, x in self._of_loads(name):
+            moved = moved + x * floats_t[index]
         return moved
 
     def gradient(self, g: Tensor) -> Tensor:
         """c_g."""
         gradient = torch.zeros_like(self.captured[0])
-        for load in self.derived.loads:
-            self._add(gradient, load, g, self._at(load.slope))
+        for index, slope in self._of_loads("slope"):
+            self._add(gradient, index, g, slope)
         return gradient
 
     def gradient_tangent(
         self, g: Tensor, g_t: Tensor, products_t: Tensor, floats_t: Tensor | None
     ) -> Tensor:
         tangent = self.gradient(g_t)
-        for load, by_load in zip(self.derived.loads, self.derived.by_two):
-            moved = products_t * self._at(load.mixed)
-            if floats_t is not None:
-                for other, x in zip(self.derived.loads, by_load):
-                    moved = moved + self._at(x) * floats_t[self._place(other)]
-            self._add(tangent, load, g, moved)
+        for index, mixed in self._of_loads("mixed"):
+            self._add(tangent, index, g, products_t * mixed)
+        for index, along in self._of_loads("along", floats_t) if floats_t is not None else ():
+            self._add(tangent, index, g, along)
         return tangent
 
-    def _place(self, load: Load) -> Tensor:
-        return self.values[load.index].clamp(0, max(self.captured[0].numel() - 1, 0))
+    def _of_loads(
+        self, name: str, floats_t: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each load whose derivative of this name is not 0: its index, and the derivative."""
+        wanted = [(x.index, getattr(x, name)) for x in self.derived.loads]
+        wanted = [x for x in wanted if x[1] is not None]
+        values = self._at(*(y for x in wanted for y in x), floats_t=floats_t)
+        for index, x in zip(values, values):
+            yield index.clamp(0, max(self.captured[0].numel() - 1, 0)), x
 
-    def _add(self, total: Tensor, load: Load, g: Tensor, slope: Tensor | float) -> None:
+    def _add(self, total: Tensor, index: Tensor, g: Tensor, slope: Tensor) -> None:
         x = torch.where(g == 0, 0.0, g * slope)  # a hidden score may have no derivative
-        at = self._place(load).expand(self.shape).reshape(-1)
+        at = index.expand(self.shape).reshape(-1)
         total.index_add_(0, at, x.expand(self.shape).reshape(-1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -94,7 +94,7 @@ class Trace:
             return x
         if isinstance(x, (bool, int, float)):
             return self.constant(x)
-        if isinstance(x, Table):
+        if isinstance(x, PARTS):
             raise refused(TypeError, f"{name} got {x.described()}: give an index for each")
         if isinstance(x, Tensor):
             if x.dim() == 0:
@@ -251,13 +251,12 @@ class Table:
     def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise refused(TypeError, f"{f.__name__} got a part of a captured tensor outside of tracing")
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise refused(TypeError, f".{name} of {self.described()}: give an index for each")
-
     def __getitem__(self, key: Any) -> Symbol | Table:
         return indexed(self.trace, self.tensor, self.index, key)
+
+    def __iter__(self) -> Iterator[Symbol | Table]:
+        # By symbols: all elements are of the one captured tensor.
+        return iter([self[self.trace.constant(x)] for x in range(len(self))])
 
     def __bool__(self) -> bool:
         raise refused(TypeError, f"a branch on {self.described()}: use torch.where")
@@ -265,26 +264,131 @@ class Table:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __hash__(self) -> int:  # == makes symbols
+        return id(self)
+
+
+class Elements:
+    """Stands for a small tensor inside a traced function: a symbol for each of its elements, as
+    pos[i] - pos[j] is. It has at least one dimension and one element."""
+
+    __slots__ = ("shape", "symbols", "trace")
+    trace: Trace
+    shape: torch.Size
+    symbols: list[Symbol]  # the last dimension varies fastest
+
+    def __init__(self, trace: Trace, shape: Sequence[int], symbols: list[Symbol]) -> None:
+        self.trace, self.shape, self.symbols = trace, torch.Size(shape), symbols
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numel(self) -> int:
+        return len(self.symbols)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.symbols[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.trace.device
+
+    def described(self) -> str:
+        return f"a tensor of shape {tuple(self.shape)}"
+
+    @classmethod
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise refused(TypeError, f"{f.__name__} got a part of a captured tensor outside of tracing")
+
+    def __getitem__(self, key: Any) -> Symbol | Elements:
+        axes: list[tuple[int, Sequence[int]]] = []
+        shape = []
+        dims = iter(zip(self.shape, steps_of(self.shape)))
+        for x in _whole_key(key, self.shape):
+            if x is None:
+                shape.append(1)
+                continue
+            size, step = next(dims)
+            if isinstance(x, slice):
+                chosen = range(size)[x]
+                shape.append(len(chosen))
+            elif type(x) is int:
+                if not -size <= x < size:
+                    raise refused(IndexError, f"index {x} of {self.described()}")
+                chosen = (x % size,)
+            else:
+                raise refused(
+                    TypeError,
+                    f"an index of {self.described()} is a number, got {type(x).__name__}: index "
+                    "captured tensors by b, h, i and j before they are operands",
+                )
+            axes.append((step, chosen))
+        found = [self.symbols[x] for x in places(axes)]
+        return Elements(self.trace, shape, found) if shape else found[0]
+
+    def __iter__(self) -> Iterator[Symbol | Elements]:
+        return iter([self[x] for x in range(len(self))])
+
+    def __bool__(self) -> bool:
+        raise refused(TypeError, f"a branch on {self.described()}: use torch.where")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __hash__(self) -> int:  # == makes symbols
+        return id(self)
+
+
+PARTS = (Table, Elements)  # stand for a tensor of more dimensions than a symbol's none
+
+
+def steps_of(shape: Sequence[int]) -> list[int]:
+    """How far apart the neighbours in each dimension are among the symbols of `Elements`."""
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= size
+    return steps[::-1]
+
+
+def places(axes: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+    """The places of these positions among the symbols. axes: a step, and the positions."""
+    found = [0]
+    for step, positions in axes:
+        found = [x + step * y for x in found for y in positions]
+    return found
+
+
+def _whole_key(key: Any, shape: Sequence[int]) -> list:
+    """An index as a list with a number, a symbol or a slice for each dimension, and None."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    taken = sum(x is not None and x is not Ellipsis for x in keys)
+    if taken > len(shape):
+        raise refused(
+            IndexError,
+            f"too many indices: {taken} for a captured tensor of shape {tuple(shape)}, which has "
+            f"{len(shape)} dimensions",
+        )
+    if sum(x is Ellipsis for x in keys) > 1:
+        raise refused(IndexError, "an index has at most one '...'")
+    at = next((at for at, x in enumerate(keys) if x is Ellipsis), len(keys))
+    keys[at : at + 1] = [slice(None)] * (len(shape) - taken)
+    return keys
+
 
 def indexed(
     trace: Trace, tensor: Tensor, index: tuple[Symbol | None, ...], key: Any
 ) -> Symbol | Table:
     """tensor[key], where `index` has the symbols of dimensions that an earlier index took."""
-    free = [at for at, x in enumerate(index) if x is None]
-    keys = list(key) if isinstance(key, tuple) else [key]
-    taken = sum(x is not None and x is not Ellipsis for x in keys)
-    if taken > len(free):
-        shape = tuple(tensor.shape[at] for at in free)
-        raise refused(
-            IndexError,
-            f"too many indices: {taken} for a captured tensor of shape {shape}, which has "
-            f"{len(free)} dimensions",
-        )
-    if sum(x is Ellipsis for x in keys) > 1:
-        raise refused(IndexError, "an index has at most one '...'")
-    rest = [slice(None)] * (len(free) - taken)
-    at = next((at for at, x in enumerate(keys) if x is Ellipsis), len(keys))
-    keys[at : at + 1] = rest
+    keys = _whole_key(key, [tensor.shape[at] for at, x in enumerate(index) if x is None])
     # torch applies slices, None and plain ints to the tensor now; symbols are kept.
     symbols = [_as_symbol(trace, x) for x in keys]
     plain = iter(zip(keys, symbols))
@@ -326,7 +430,7 @@ def _as_symbol(trace: Trace, x: object) -> Symbol | None:
     if x is None or (isinstance(x, (slice, int)) and not isinstance(x, bool)):
         if isinstance(x, slice):
             for bound in (x.start, x.stop, x.step):
-                if isinstance(bound, (Symbol, Table)):
+                if isinstance(bound, (Symbol, Table, Elements)):
                     raise refused(TypeError, "a slice by an index: use a number, or torch.where")
                 trace.reads |= isinstance(bound, Tensor)
         return None

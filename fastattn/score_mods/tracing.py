@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .functions import call
 from .program import Program, Value, without_unused
-from .symbols import Symbol, Table, Trace, indexed, kind_of, refused
+from .symbols import PARTS, Symbol, Trace, indexed, kind_of, refused
 
 SCORE_MOD, MASK_MOD = ("score", "b", "h", "i", "j"), ("b", "h", "i", "j")
 GETITEM = torch.Tensor.__getitem__
@@ -46,9 +46,9 @@ class Mod:
     """State a score_mod or a mask_mod that was traced before torch.compile meets it.
 
     `fastattn.flex_attention` and `attention` trace plain functions inside of compiled code, too.
-    Where torch.compile cannot (~ in torch 2.13, for which torch.logical_not can be written; inside
-    of torch.utils.checkpoint; functions that call what it cannot follow), it raises or breaks the
-    graph: make a Mod of the function outside, and pass the Mod.
+    Where torch.compile cannot (~ and @ in torch 2.13, for which torch.logical_not and torch.matmul
+    can be written; inside of torch.utils.checkpoint; functions that call what it cannot follow), it
+    raises or breaks the graph: make a Mod of the function outside, and pass the Mod.
 
     In compiled code a Mod has the numbers and the objects that the function used when the Mod was
     made; the elements of captured tensors are read at each call. Elsewhere it is its function.
@@ -123,7 +123,7 @@ class _Mode(TorchFunctionMode):
                 return indexed(self.trace, tensor, (None,) * tensor.dim(), key)
             self.trace.reads |= any(True for _ in _tensors((key,), {}))
             return func(*args)
-        if Symbol in types or Table in types or _symbolic(args) or _symbolic(kwargs.values()):
+        if Symbol in types or _symbolic(args) or _symbolic(kwargs.values()):
             if func is SETITEM:
                 raise refused(TypeError, "a score_mod or mask_mod may not change a captured tensor")
             return call(self.trace, func.__name__, args, kwargs)
@@ -158,13 +158,13 @@ def _tensors(args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 def _symbolic(args: Any) -> bool:
     """Whether a symbol or a part of a captured tensor is among the arguments."""
-    if isinstance(args, (Symbol, Table)):
+    if isinstance(args, (Symbol, *PARTS)):
         return True
     if isinstance(args, Tensor):
         return False
     try:
         return any(
-            isinstance(x, (Symbol, Table)) or (isinstance(x, (tuple, list)) and _symbolic(x))
+            isinstance(x, (Symbol, *PARTS)) or (isinstance(x, (tuple, list)) and _symbolic(x))
             for x in args
         )
     except TypeError:
@@ -247,11 +247,12 @@ def _returned(trace: Trace, fn: Callable, result: object) -> Symbol:
     got = type(result).__name__
     if isinstance(result, Tensor):
         got = f"a tensor of shape {tuple(result.shape)}"
-    if isinstance(result, Table):
+    if isinstance(result, PARTS):
         got = result.described()
     raise TypeError(
         f"{_where(fn)}: a score_mod or mask_mod returns one value for one pair of a row and a key, "
-        f"got {got}: return a 0-d result, and index captured tensors in every dimension"
+        f"got {got}: return a 0-d result, and index captured tensors by b, h, i or j in every "
+        "dimension"
     )
 
 

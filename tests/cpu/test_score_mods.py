@@ -174,6 +174,9 @@ CAPTURED = {
     "of keys": lambda x: lambda s, b, h, i, j: s * torch.sigmoid(x[0, j]),
     "of buckets": lambda x: lambda s, b, h, i, j: s + x[h, (i * 3 + j) % 50],
     "two of one": lambda x: lambda s, b, h, i, j: torch.tanh(s * x[h, i]) + x[h, j] * x[1, 2],
+    "a product of parts": lambda x: lambda s, b, h, i, j: s + torch.dot(x[:3, i], x[:3, j]) / 4,
+    "a distance": lambda x: lambda s, b, h, i, j: s - (x[:, i] - x[:, j]).norm(),
+    "the nearest": lambda x: lambda s, b, h, i, j: s * (x[h, :5] - x[h, j]).abs().amin(),
     "from the end": lambda x: lambda s, b, h, i, j: s + x[h, i - j],
 }
 

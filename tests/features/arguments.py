@@ -152,10 +152,12 @@ def span(row):
     return 4 * (row["M"] + row["N"]) + 32
 
 
+PLACES = torch.tensor([[0, 0], [1, 2], [5, 1], [-3, 4], [2, 2], [6, 6], [0, -4], [3, 1]])
 SHOWN = {  # what mask_mods show; the last two have a structure that is recognised
     "mask_mod": lambda b, h, i, j: (i // 7 >= j // 11) | (j % 5 == 0),
     "of heads": lambda b, h, i, j: i + 3 * h >= j + 2 * b,
     "some rows": lambda b, h, i, j: (i % 40 > 5) & (j > 7) & ((i // 7 >= j // 11) | (j % 5 == 0)),
+    "near": lambda b, h, i, j: (PLACES[i % 8] - PLACES[j % 8]).square().sum(-1) < 20,
     "band": lambda b, h, i, j: (j <= i + 2) & (i - j < 40),
     "blocks": lambda b, h, i, j: i // 48 == j // 48,
 }

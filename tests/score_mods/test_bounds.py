@@ -48,6 +48,7 @@ KNOWN = {  # an expression of whole numbers, and its bounds
         lambda i, j: (torch.log((i + 1).float()) * 4).to(torch.int64),
         (-1, 10),
     ),
+    "a bucket by log1p": (lambda i, j: (torch.log1p(i.float()) * 4).to(torch.int64), (-1, 10)),
 }
 
 

@@ -84,6 +84,12 @@ def test_indices_out_of_range(name):
     assert torch.equal(got, right.expand(SIZES))
 
 
+def test_an_index_of_several_elements_is_checked_once():
+    found = lowered(lambda s, b, h, i, j: s + gallery.BIAS[b, h, i + 3].sum())
+    values = ModText.parse(found.text).outside.values
+    assert [x.op for x in values].count("or") == 1
+
+
 FEW = torch.tensor([True, False, True])
 MASKS = {  # beside a score_mod that loads TABLE[0, i], and where an index is out of range
     "shows all": (lambda b, h, i, j: TABLE[0, j] < 100, lambda i, j: (j >= 5) | (i >= 5)),
@@ -171,6 +177,8 @@ def test_whole_numbers_fit_or_are_not_lowered(name):
 
 def test_masks_stay_masks():
     large, trained = torch.zeros(512, 512), torch.zeros(N, N, requires_grad=True)
+    of_pairs = torch.zeros(N, N, 2, requires_grad=True)
+    assert lowered(lambda s, b, h, i, j: s + of_pairs[i, j].sum()) is None
     assert lowered(lambda s, b, h, i, j: s + trained[i, j]) is None
     assert lowered(lambda s, b, h, i, j: s + trained.detach()[i, j]) is not None
     assert lowered(lambda s, b, h, i, j: s + large[i, j], sizes=Shape(1, 1, 512, 512)) is None

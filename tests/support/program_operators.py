@@ -16,6 +16,10 @@ ON_FLOATS = {
     "div": "s / (x + 9.5)", "pow": "s.abs() ** (x / 70)", "exp": "torch.exp(x.clamp(max=2))",
     "exp of little": "torch.log(torch.exp(x - 15))", "exp2": "torch.exp2(s)",
     "log": "torch.log(s.abs() + 0.1)", "log2": "torch.log2(s.abs() + 0.1)",
+    "log1p": "torch.log1p(s.abs() * x.abs())", "log1p of little": "torch.log1p(s * 1e-6) * 1e6",
+    "tan": "torch.tan(s)", "softplus": "F.softplus(x * s)", "logsigmoid": "F.logsigmoid(x * s)",
+    "softplus, steep": "F.softplus(s, beta=4, threshold=2)",
+    "softplus of little": "torch.log(F.softplus(x - 15))",
     "sqrt": "torch.sqrt(s.abs())", "rsqrt": "torch.rsqrt(s.abs() + 0.1)", "sin": "torch.sin(s)",
     "cos": "torch.cos(s)", "tanh": "torch.tanh(x * s)", "sigmoid": "torch.sigmoid(x)",
     "floor": "torch.floor(s * 3)", "ceil": "torch.ceil(s * 3)", "trunc": "torch.trunc(s * 3)",
@@ -40,7 +44,7 @@ ON_INTS = {
 }  # fmt: skip
 LIST = torch.randint(-40, 40, (50,), generator=torch.Generator().manual_seed(11))
 EXTREME = torch.tensor([0.0, -0.0, 3.5, -3.5, 1e-30, 70.0, -70.0, 0.5])
-NAMES = {"torch": torch, "LIST": LIST}
+NAMES = {"torch": torch, "F": torch.nn.functional, "LIST": LIST}
 GIVEN = NAMES | {"EXTREME": EXTREME}
 
 
@@ -92,7 +96,10 @@ AT_EDGES = {
     "pow, 1": "torch.pow(x, ONE)", "pow, 1/2": "torch.pow(x, ONE / 2)", "pow, -1": "x ** -ONE",
     "pow, -2": "torch.pow(x, -2 * ONE)", "pow, of 2": "2.0**x", "pow, of 1": "1.0**x",
     "pow, of inf": "torch.inf**x", "exp": "torch.exp(x)", "exp2": "torch.exp2(x)",
-    "log": "torch.log(x)", "log2": "torch.log2(x)", "sqrt": "torch.sqrt(x)",
+    "log": "torch.log(x)", "log2": "torch.log2(x)", "log1p": "torch.log1p(x)",
+    "softplus": "F.softplus(x)", "softplus, steep": "F.softplus(x, 3.0, 4.0)",
+    "softplus, far": "F.softplus(x, 1, 1e9)", "logsigmoid": "F.logsigmoid(x)",
+    "tan": "torch.tan(x)", "sqrt": "torch.sqrt(x)",
     "rsqrt": "torch.rsqrt(x)", "sin": "torch.sin(x)", "cos": "torch.cos(x)",
     "tanh": "torch.tanh(x)", "sigmoid": "torch.sigmoid(x)", "erf": "torch.erf(x)",
     "floor": "torch.floor(x)", "ceil": "torch.ceil(x)", "trunc": "torch.trunc(x)",

@@ -85,6 +85,10 @@ CALLS = {
     "flex-dropout": flex(score_mod=relative, dropout_p=0.2, seed=7),
     "flex-block_mask": flex(score_mod=relative, block_mask=BLOCKS),
     "flex-learned-bias": flex(score_mod=lambda s, b, h, i, j: s + BIAS[h, i, j]),
+    "flex-rows": flex(
+        score_mod=lambda s, b, h, i, j: s + torch.dot(TABLE[:3, i], TABLE[:3, j]),
+        mask_mod=lambda b, h, i, j: (TABLE[:, i] - TABLE[:, j]).norm() < 3,
+    ),
     "flex-oracle": flex(score_mod=lambda s, b, h, i, j: s * BIAS[h, i, j]),
     "attention": plain(score_mod=relative, mask_mod=shown, causal=True, softcap=5.0),
     "attention-learned-bias": plain(

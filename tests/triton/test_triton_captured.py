@@ -42,6 +42,8 @@ INDICES = {
     "documents": ((5, 5, 2), lambda x, b, h, i, j: x[DOCUMENTS[i], DOCUMENTS[j], h]),
     "twice": ((64,), lambda x, b, h, i, j: x[i] * x[j] + x[3]),
     "negative": ((64,), lambda x, b, h, i, j: x[-1 - j] + x[i - 64]),
+    "parts": ((64, 3), lambda x, b, h, i, j: torch.dot(x[i], x[j]) / 4),
+    "distance": ((64, 2), lambda x, b, h, i, j: -(x[i] - x[j]).norm()),
     "square": ((64,), lambda x, b, h, i, j: x[i] ** 2 * x[j].abs()),
 }
 

@@ -61,6 +61,7 @@ FA_INLINE Vec<double> gather(const double* table, Vec<int64_t> at) {
   EACH(exp2_f, std::exp2(a)) \
   EACH(log_f, std::log(a)) \
   EACH(log2_f, std::log2(a)) \
+  EACH(log1p_f, std::log1p(a)) \
   EACH(sqrt_f, std::sqrt(a)) \
   EACH(rsqrt_f, R(1) / std::sqrt(a)) \
   EACH(sin_f, std::sin(a)) \

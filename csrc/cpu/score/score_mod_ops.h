@@ -13,9 +13,10 @@
   X(abs_f, "abs:f") X(minimum_f, "minimum:f") X(maximum_f, "maximum:f") X(where_f, "where:f") \
   X(floor_div_f, "floor_div:f") X(remainder_f, "remainder:f") X(sign_f, "sign:f") \
   X(div_f, "div:f") X(pow_f, "pow:f") X(exp_f, "exp:f") X(exp2_f, "exp2:f") X(log_f, "log:f") \
-  X(log2_f, "log2:f") X(sqrt_f, "sqrt:f") X(rsqrt_f, "rsqrt:f") X(sin_f, "sin:f") \
-  X(cos_f, "cos:f") X(tanh_f, "tanh:f") X(sigmoid_f, "sigmoid:f") X(floor_f, "floor:f") \
-  X(ceil_f, "ceil:f") X(trunc_f, "trunc:f") X(round_f, "round:f") X(erf_f, "erf:f") \
+  X(log2_f, "log2:f") X(log1p_f, "log1p:f") X(sqrt_f, "sqrt:f") X(rsqrt_f, "rsqrt:f") \
+  X(sin_f, "sin:f") X(cos_f, "cos:f") X(tanh_f, "tanh:f") X(sigmoid_f, "sigmoid:f") \
+  X(floor_f, "floor:f") X(ceil_f, "ceil:f") X(trunc_f, "trunc:f") X(round_f, "round:f") \
+  X(erf_f, "erf:f") \
   X(add_i, "add:i") X(sub_i, "sub:i") X(mul_i, "mul:i") X(neg_i, "neg:i") X(abs_i, "abs:i") \
   X(minimum_i, "minimum:i") X(maximum_i, "maximum:i") X(where_i, "where:i") \
   X(floor_div_i, "floor_div:i") X(remainder_i, "remainder:i") X(sign_i, "sign:i") \

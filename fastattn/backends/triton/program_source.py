@@ -240,6 +240,8 @@ def _constant(value: Value, width: int) -> str:
     return f"tl.full([1, 1], {number}, tl.int{width})"
 
 
+# Those of kernels/program_functions.py with one operand.
+OF_ONE = ("exp", "log", "log2", "log1p", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf")
 FORMS: dict[str, str] = {
     "add:f": "{} + {}",
     "sub:f": "{} - {}",
@@ -259,10 +261,7 @@ FORMS: dict[str, str] = {
     "ceil:f": "tl.ceil({})",
     "trunc:f": "of.truncated({})",
     "round:f": "of.rounded({})",
-    **{
-        f"{x}:f": f"of.{x}({{}})"
-        for x in ("exp", "log", "log2", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf")
-    },
+    **{f"{x}:f": f"of.{x}({{}})" for x in OF_ONE},
     "exp2:f": "tl.exp2({})",
     "add:i": "{} + {}",
     "sub:i": "{} - {}",
