@@ -7,7 +7,7 @@ what each function supports, and the differences from flash-attn.
 """
 
 from ..public_names import set_module
-from . import bert_padding, cute, flash_attn_3, flash_attn_interface
+from . import bert_padding, cute, flash_attn_3, flash_attn_interface, mha, rotary
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -33,6 +33,8 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "install",
+    "mha",
+    "rotary",
     "uninstall",
 ]
 set_module(__name__)

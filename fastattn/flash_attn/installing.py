@@ -17,7 +17,16 @@ from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import NamedTuple
 
-from . import bert_padding, cute, flash_attn_3, flash_attn_interface, passes, transformers_checks
+from . import (
+    bert_padding,
+    cute,
+    flash_attn_3,
+    flash_attn_interface,
+    mha,
+    passes,
+    rotary,
+    transformers_checks,
+)
 
 __version__ = "2.8.3"  # the flash-attn version that this package imitates
 
@@ -44,11 +53,20 @@ _PACKAGES = (
     _Package("flash-attn-4", "4.0.0", ("flash_attn",)),
 )
 _2, _3, _4 = (x.version for x in _PACKAGES)
+_FOLDER = ModuleType("flash_attn", "A folder of modules.")  # without names of its own
+_FOLDER.__dict__.update(__all__=[], __file__=__file__)
 _MODULES = {
     "flash_attn": _Module(_2, flash_attn_interface),
     # passes are private, but other libraries import them
     "flash_attn.flash_attn_interface": _Module(_2, flash_attn_interface, passes),
     "flash_attn.bert_padding": _Module(_2, bert_padding),
+    "flash_attn.layers": _Module(_2, _FOLDER),
+    "flash_attn.layers.rotary": _Module(_2, rotary),
+    "flash_attn.modules": _Module(_2, _FOLDER),
+    "flash_attn.modules.mha": _Module(_2, mha),
+    "flash_attn.ops": _Module(_2, _FOLDER),
+    "flash_attn.ops.triton": _Module(_2, _FOLDER),
+    "flash_attn.ops.triton.rotary": _Module(_2, rotary),
     "flash_attn.cute": _Module(_4, cute),
     "flash_attn.cute.interface": _Module(_4, cute),
     "flash_attn.cute.block_sparsity": _Module(_4, cute),

@@ -21,6 +21,11 @@ OF_3 = ("flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interfa
 OF_4 = ("flash_attn.cute", "flash_attn.cute.interface", "flash_attn.cute.block_sparsity")
 PACKAGES = {"flash-attn": ["flash_attn"], "flash-attn-4": ["flash_attn"]}
 PACKAGES |= {"flash-attn-3": ["flash_attn_3", "flash_attn_interface"]}
+LAYERS = {
+    "flash_attn.layers.rotary": fa.rotary,
+    "flash_attn.ops.triton.rotary": fa.rotary,
+    "flash_attn.modules.mha": fa.mha,
+}
 
 
 def found():
@@ -73,6 +78,25 @@ def test_the_modules_of_later_versions_are_imported(installed, names, source):
     assert package.flash_attn_func is fa.flash_attn_func and package.cute.flash_attn_func
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_modules_in_folders_are_imported(name, installed):
+    module, source = importlib.import_module(name), LAYERS[name]
+    assert source.__all__ and all(getattr(module, x) is getattr(source, x) for x in source.__all__)
+    folder = sys.modules[name.rpartition(".")[0]]
+    assert getattr(folder, name.rpartition(".")[2]) is module and importlib.util.find_spec(name)
+    assert not hasattr(folder, "apply_rotary_emb") and folder.__path__ == []
+
+
+def test_names_that_are_not_served(installed):
+    with pytest.raises(ImportError, match=r"cannot import name 'ParallelMHA' from 'flash_attn\."):
+        from flash_attn.modules.mha import ParallelMHA  # noqa: F401
+    for name in ("layers.patch_embed", "ops.fused_dense", "modules.mlp", "losses.cross_entropy"):
+        with pytest.raises(
+            ModuleNotFoundError, match=rf"No module named 'flash_attn\.{name}'|losses"
+        ):
+            importlib.import_module(f"flash_attn.{name}")
+
+
 def test_importlib_metadata_lists_it(installed):
     for name in ("flash-attn", "flash_attn", "Flash_Attn"):
         assert importlib.metadata.version(name) == fa.__version__
@@ -83,12 +107,7 @@ def test_importlib_metadata_lists_it(installed):
     assert [names.count(x) for x in PACKAGES] == [1, 1, 1] and "torch" in names
     for name in MODULES + OF_3 + OF_4:
         assert importlib.util.find_spec(name) is not None
-    assert importlib.util.find_spec("flash_attn.layers") is None
-
-
-def test_a_missing_module_is_named(installed):
-    with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.layers"):
-        importlib.import_module("flash_attn.layers.rotary")
+    assert importlib.util.find_spec("flash_attn.models") is None
 
 
 def test_a_second_install_or_uninstall_changes_nothing(installed):

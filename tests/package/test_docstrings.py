@@ -20,13 +20,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn.flash_attn import bert_padding
+from fastattn.flash_attn import bert_padding, mha, rotary
 from tests.support.checkout import ROOT
 from tests.support.marks import parametrize
 
-# Those of the reference, and of the package's module that only users of flash-attn import.
+# Those of the reference, and of the package's modules that only users of flash-attn import.
 NAMES = [*runpy.run_path(str(ROOT / "docs" / "extensions" / "docstrings.py"))["FILES"]]
 NAMES += [f"flash_attn.bert_padding.{x}" for x in bert_padding.__all__]
+NAMES += [f"flash_attn.mha.{x}" for x in mha.__all__]
+NAMES += [f"flash_attn.rotary.{x}" for x in rotary.__all__]
 
 # Attributes is for the classes that public functions return, and that only fastattn makes.
 SECTIONS = ("Args", "Attributes", "Shape", "Returns", "Raises", "Example")
@@ -47,6 +49,8 @@ UNCHECKED = {
     *("nn.SelfAttention", "nn.SinusoidalPositionalEncoding", "nn.record_weights"),
     *("nn.state_from_torch", "nn.state_to_torch"),
     *(f"flash_attn.bert_padding.{x}" for x in bert_padding.__all__),
+    *(f"flash_attn.mha.{x}Attention" for x in ("Cross", "FlashCross", "FlashSelf", "Self")),
+    *("flash_attn.mha.MHA.allocate_inference_cache", "flash_attn.rotary.rotate_half"),
 }
 
 REQUIREMENTS = re.compile(r"Needs (a GPU|several ranks|the library (\w+))\.$", re.MULTILINE)
