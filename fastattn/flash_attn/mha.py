@@ -445,8 +445,16 @@ class MHA(nn.Module):
             max_seqlen: The capacity of a sequence.
             dtype: The dtype; None is that of the parameters.
 
+        Shape:
+            cache: (B, max_seqlen, 2, Hk, D).
+
         Returns:
-            A tensor (B, max_seqlen, 2, Hk, D).
+            cache.
+
+        Example:
+            >>> from fastattn.flash_attn.mha import MHA
+            >>> MHA(32, 4, num_heads_kv=2).allocate_inference_cache(1, 16).shape
+            torch.Size([1, 16, 2, 2, 8])
         """
         weight = self.out_proj.weight
         sizes = batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim

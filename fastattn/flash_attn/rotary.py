@@ -112,6 +112,8 @@ def apply_rotary(
     Shape:
         x: (B, N, H, D), or (T, H, D) with cu_seqlens.
         cos, sin: (S, R / 2).
+        seqlen_offsets: (B,), int32 or int64.
+        cu_seqlens: (B + 1,), int32 or int64.
         out: As x.
 
     Returns:
