@@ -7,6 +7,8 @@ CPUs, in float32 and float64.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -117,9 +119,9 @@ class FlashSelfAttention(nn.Module):
         """
         arguments = _arguments(self, causal)
         if cu_seqlens is None:
-            return flash_attn_qkvpacked_func(qkv, **arguments)
-        _need_lengths(max_seqlen=max_seqlen)
-        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **arguments)
+            return cast(Tensor, flash_attn_qkvpacked_func(qkv, **arguments))
+        longest = _needed("max_seqlen", max_seqlen)
+        return cast(Tensor, flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, longest, **arguments))
 
 
 class FlashCrossAttention(nn.Module):
@@ -193,11 +195,11 @@ class FlashCrossAttention(nn.Module):
         """
         arguments = _arguments(self, causal)
         if cu_seqlens is None:
-            return flash_attn_kvpacked_func(q, kv, **arguments)
-        lengths = dict(max_seqlen=max_seqlen, max_seqlen_k=max_seqlen_k)
-        _need_lengths(cu_seqlens_k=cu_seqlens_k, **lengths)
-        where = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
-        return flash_attn_varlen_kvpacked_func(q, kv, *where, **arguments)
+            return cast(Tensor, flash_attn_kvpacked_func(q, kv, **arguments))
+        cu_k = _needed("cu_seqlens_k", cu_seqlens_k)
+        longest = _needed("max_seqlen", max_seqlen), _needed("max_seqlen_k", max_seqlen_k)
+        where = cu_seqlens, cu_k, *longest
+        return cast(Tensor, flash_attn_varlen_kvpacked_func(q, kv, *where, **arguments))
 
 
 class SelfAttention(nn.Module):
@@ -415,7 +417,9 @@ class MHA(nn.Module):
         )
         self.return_residual, self.checkpointing = return_residual, checkpointing
         if rotary_emb_dim > 0:
-            sizes = dict(base=rotary_emb_base, scale_base=rotary_emb_scale_base, device=device)
+            sizes: dict[str, Any] = dict(
+                base=rotary_emb_base, scale_base=rotary_emb_scale_base, device=device
+            )
             interleaved = rotary_emb_interleaved
             self.rotary_emb = RotaryEmbedding(rotary_emb_dim, interleaved=interleaved, **sizes)
         kind = dict(device=device, dtype=dtype)
@@ -425,7 +429,9 @@ class MHA(nn.Module):
             self.Wkv = nn.Linear(embed_dim, of_keys, bias=qkv_proj_bias, **kind)
         else:
             self.Wqkv = nn.Linear(embed_dim, embed_dim + of_keys, bias=qkv_proj_bias, **kind)
-        given = dict(causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout)
+        given: dict[str, Any] = dict(
+            causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout
+        )
         if use_flash_attn:
             slopes = tensor_of_slopes(num_heads).to(device) if use_alibi else None
             given |= dict(alibi_slopes=slopes, window_size=window_size)
@@ -536,7 +542,7 @@ class MHA(nn.Module):
         is_packed, has_cache = cu_seqlens is not None, inference_params is not None
         has_padding = key_padding_mask is not None
         if is_packed:
-            _need_lengths(max_seqlen=max_seqlen)
+            _needed("max_seqlen", max_seqlen)
         for name, is_wrong, beside in (
             ("x_kv", x_kv is not None and not self.cross_attn, "without cross_attn"),
             (
@@ -597,19 +603,22 @@ class MHA(nn.Module):
 
     def _update_kvcache_attention(self, q: Tensor, kv: Tensor, inference_params) -> Tensor:
         """Append kv (B,N,2,Hk,D) to the cache; attend to all of it."""
-        inner = self.inner_cross_attn
+        inner: Any = self.inner_cross_attn
         if inference_params.seqlen_offset == 0 or not self.use_flash_attn:
             return inner(q, self._update_kv_cache(kv, inference_params))
         cache = self._own_cache(kv, inference_params)
-        return flash_attn_with_kvcache(
-            q,
-            *cache.unbind(2),
-            *kv.unbind(2),
-            cache_seqlens=_lengths(inference_params),
-            softmax_scale=inner.softmax_scale,
-            causal=inner.causal,
-            window_size=inner.window_size,
-            alibi_slopes=None if inner.alibi_slopes is None else inner.alibi_slopes.float(),
+        return cast(
+            Tensor,
+            flash_attn_with_kvcache(
+                q,
+                *cache.unbind(2),
+                *kv.unbind(2),
+                cache_seqlens=_lengths(inference_params),
+                softmax_scale=inner.softmax_scale,
+                causal=inner.causal,
+                window_size=inner.window_size,
+                alibi_slopes=None if inner.alibi_slopes is None else inner.alibi_slopes.float(),
+            ),
         )
 
 
@@ -619,7 +628,9 @@ def _lengths(inference_params) -> int | Tensor:
     return inference_params.seqlen_offset if lengths is None else lengths
 
 
-def _arguments(module: FlashSelfAttention | FlashCrossAttention, causal: bool | None) -> dict:
+def _arguments(
+    module: FlashSelfAttention | FlashCrossAttention, causal: bool | None
+) -> dict[str, Any]:
     """The arguments of flash-attn's functions that a module has."""
     slopes = module.alibi_slopes
     return dict(
@@ -632,11 +643,12 @@ def _arguments(module: FlashSelfAttention | FlashCrossAttention, causal: bool | 
     )
 
 
-def _need_lengths(**arguments) -> None:
-    for name, x in arguments.items():
-        if x is None:
-            expected = "offsets" if name.startswith("cu") else "the largest length"
-            raise ValueError(f"{name}: got None beside cu_seqlens, expected {expected}")
+def _needed(name: str, x: Any) -> Any:
+    """x, an argument that a packed batch requires; raise if it is None."""
+    if x is None:
+        expected = "offsets" if name.startswith("cu") else "the largest length"
+        raise ValueError(f"{name}: got None beside cu_seqlens, expected {expected}")
+    return x
 
 
 def _attend(
@@ -648,7 +660,7 @@ def _attend(
     causal,
 ) -> Tensor:
     """Attend q (B,M,H,D) to the keys (B,N,Hk,D) that count: out (B,M,H,Dv)."""
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         causal=causal,
         scale=module.softmax_scale,
         dropout_p=module.drop.p if module.training else 0.0,

@@ -372,7 +372,7 @@ class RotaryEmbedding(nn.Module):
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         angle = position[:, None] * inv_freq.to(device)
         cos, sin = angle.cos(), angle.sin()
-        if self.scale is None:
+        if self.scale is None or self.scale_base is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
         scale = self.scale if is_exact else self._compute_scale(device)
@@ -415,12 +415,13 @@ class RotaryEmbedding(nn.Module):
                 "max_seqlen: got None beside a tensor seqlen_offset, expected a number above all "
                 "positions, from which the tables of cosines and sines are made"
             )
-        of_keys = (None, None) if self.scale is None else (self._cos_k_cached, self._sin_k_cached)
+        cos_k, sin_k = self._cos_k_cached, self._sin_k_cached  # None without scale_base
         if kv is None:
             given = self.interleaved, seqlen_offset, num_heads_q
-            return apply_rotary_emb_qkv_(qkv, cos, sin, *of_keys, *given)
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, *given)
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-        cos, sin = (cos, sin) if self.scale is None else of_keys
+        if cos_k is not None and sin_k is not None:
+            cos, sin = cos_k, sin_k
         return q, apply_rotary_emb_kv_(kv, cos, sin, self.interleaved, seqlen_offset)
 
     def extra_repr(self) -> str:
@@ -464,20 +465,20 @@ def _of_rows(
     first R / 2 columns of x."""
     _need_rows(x, axes)
     _need_table(x, cos, sin, ("positions",))
-    if cu_seqlens is None and not isinstance(offsets, Tensor):
+    if cu_seqlens is not None:
+        at = _positions_of_packed(len(x), cu_seqlens, max_seqlen, offsets)
+        at = within("seqlen_offsets", at, len(cos) - 1, "the positions of cos")
+    elif isinstance(offsets, Tensor):
+        need_integers("seqlen_offsets", offsets, (len(x),))
+        at = offsets.long()[:, None] + torch.arange(x.shape[1], device=offsets.device)
+        at = within("seqlen_offsets", at, len(cos) - 1, "the positions of cos")
+    else:
         at = slice(offsets, offsets + x.shape[1])
         if offsets < 0 or at.stop > len(cos):
             raise ValueError(
                 f"seqlen_offsets: got {offsets} for {x.shape[1]} rows, expected positions 0 to "
                 f"{len(cos) - 1}, those of cos"
             )
-    elif cu_seqlens is None:
-        need_integers("seqlen_offsets", offsets, (len(x),))
-        at = offsets.long()[:, None] + torch.arange(x.shape[1], device=offsets.device)
-        at = within("seqlen_offsets", at, len(cos) - 1, "the positions of cos")
-    else:
-        at = _positions_of_packed(len(x), cu_seqlens, max_seqlen, offsets)
-        at = within("seqlen_offsets", at, len(cos) - 1, "the positions of cos")
     rows = 2 if cu_seqlens is None else 1
     heads = (..., *[None] * (len(axes) - rows - 1), slice(None))
     return cos[at][heads], sin[at][heads]
@@ -549,8 +550,8 @@ class _Unrecorded(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
+    def backward(ctx, *gradients):
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
         tables = _paired(ctx.saved_tensors)
         _write(gradient, ctx.parts, tables, ctx.interleaved, not ctx.conjugate)
         return gradient, *[None] * (3 + len(ctx.saved_tensors))
