@@ -58,11 +58,13 @@ def pytest_configure(config):
     cache = module("flash_attn.cute.cache_utils")
     cache.JITCache, cache.get_jit_cache = dict, lambda name: {}
     interface = importlib.import_module("flash_attn.cute.interface")
-    for name in ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd_sparse_mla"):
-        setattr(interface, name, private(name))
+    interface.__getattr__ = private
 
 
 def private(name):
+    if not name.startswith("_flash_attn"):
+        raise AttributeError(name)
+
     def call(*_, **__):
         raise NotImplementedError(f"{name}: a private function of FlashAttention-4")
 
