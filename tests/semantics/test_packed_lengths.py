@@ -137,6 +137,7 @@ def test_a_padded_call_takes_no_tensor_for_causal():
         fastattn.attention(q, k, v, causal=torch.tensor([True, False]))
 
 
+@pytest.mark.slow
 def test_compiled():
     given, used = batch(), torch.tensor(USED)
     longest = dict(max_q=max(STORED), max_k=max(KEYS))
