@@ -9,6 +9,8 @@
 #                VERSIONS="2.8 2.10", PYTHONS="python3.10 python3.13", SAVE=1 writes the table
 # make test-transformers   the tests of models with several versions of transformers, each in an
 #                environment beside: VERSIONS=5.24, else all supported; SAVE=1 writes the table
+# make test-engines   the tests of the plugins for vLLM and SGLang in these engines, each in an
+#                environment of its own in build/engines: 4 GB, 20 minutes
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  all of the interpreter's
 # make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
 #                needs nvcc, and builds them whether there is a GPU or not
@@ -73,7 +75,7 @@ VISION := build/vision-0.28.0
 DOCS := build/docs-tools
 DOCUMENT = PYTHONPATH=$(CURDIR)/$(DOCS) JUPYTER_PATH=$(CURDIR)/$(DOCS)/share/jupyter $(PYTHON)
 
-.PHONY: help docs test-docs docs-update bench test test-slow mutants test-interpreter test-torch test-transformers test-arm test-gpu test-cuda test-ptx fuzz gpu wheels hub sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
+.PHONY: help docs test-docs docs-update bench test test-slow mutants test-interpreter test-torch test-transformers test-engines test-arm test-gpu test-cuda test-ptx fuzz gpu wheels hub sanitize sanitize-cpu aot instructions instructions-arm compilers ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -113,6 +115,10 @@ test-torch: setup
 
 test-transformers: setup
 	@$(PYTHON) -m tests.torch_versions --transformers $(VERSIONS) $(VERSIONED)
+
+ENGINES := build/engines/vllm-engine/complete build/engines/sglang-engine/complete
+test-engines: $(ENGINES)
+	@$(PYTHON) -m pytest -m "" $(wildcard tests/integrations/test_vllm.py tests/integrations/test_sglang.py) $(ARGS)
 
 test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)
@@ -201,6 +207,9 @@ types: setup
 $(OLDEST): | setup
 	$(PIP) install --no-deps --target $@.part triton==$(@:build/triton-%=%)
 	@mv $@.part $@
+
+$(ENGINES): | setup
+	$(PYTHON) -m bench engines --install $(@:build/engines/%/complete=%)
 
 $(VISION): | setup
 	@rm -rf $@.part

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from . import commands, gpu, instructions
 from .cases import DTYPES, PASSES
-from .cpu_engines.environments import ENVIRONMENTS
+from .cpu_engines.environments import ENVIRONMENTS, WHOLE
 from .masks import MASKS
 from .measure.machine import avoid_refused_tiles
 from .peers.registry import PEERS
 from .races import random_calls
 from .races.tables import TABLES
+from .serving.engine import NAMES
 
 Command = Callable[[argparse.Namespace], int]
 COMMANDS: dict[str, tuple[str, Command]] = {
@@ -26,6 +27,7 @@ COMMANDS: dict[str, tuple[str, Command]] = {
     "random": ("calls that a seed draws, and what is slower than torch", commands.random),
     "models": ("whole models beside sdpa: Llama, BERT, ViT, Whisper, DiT, …", commands.models),
     "engines": ("beside vLLM, SGLang, OpenVINO, ONNX Runtime, ggml", commands.engines),
+    "serving": ("vLLM and SGLang with our attention and with theirs", commands.serving),
     "memory": ("extra bytes at the peak, against length", commands.memory),
     "gpu": ("all work that needs a GPU: tests, sanitizers, timings", gpu.command),
     "report": ("tables and pictures of result files; two files compared", commands.report),
@@ -63,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
         )
         of[name].set_defaults(command=command)
     _measuring(of)
+    _serving(of["serving"])
     gpu.add_options(of["gpu"])
     instructions.add_options(of["instructions"])
     _report(of["report"])
@@ -85,7 +88,7 @@ def _measuring(of: dict[str, argparse.ArgumentParser]) -> None:
     engines.add_argument(
         "--install",
         nargs="*",
-        choices=tuple(ENVIRONMENTS),
+        choices=(*ENVIRONMENTS, *WHOLE),
         help="make these environments in build/engines, by default those that are absent; "
         "measure nothing",
     )
@@ -109,6 +112,12 @@ def _measuring(of: dict[str, argparse.ArgumentParser]) -> None:
         one.add_argument("--seconds", type=float, help="timing budget of a cell and count")
     for one in (sweep, models, memory):
         one.add_argument("--lengths", type=int, nargs="+", metavar="N")
+
+
+def _serving(serving: argparse.ArgumentParser) -> None:
+    serving.add_argument("--engines", nargs="+", choices=NAMES, default=NAMES)
+    serving.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    serving.add_argument("--rounds", type=int, default=9, help="of each request (default: 9)")
 
 
 def _report(report: argparse.ArgumentParser) -> None:

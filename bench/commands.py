@@ -30,6 +30,7 @@ from .races import random_calls
 from .races.tables import TABLES, Table
 from .report import comparison, console, pages, pictures, results
 from .report.results import Result
+from .serving import measure as serving_measure
 
 Options = argparse.Namespace
 
@@ -170,6 +171,11 @@ def engines(options: Options) -> int:
                 _print(engine_report.lines(record))
     _print(engine_report.summary(result))
     return _finish(result, options)
+
+
+def serving(options: Options) -> int:
+    _print(serving_measure.measure(options.engines, options.dtype, options.rounds))
+    return 0
 
 
 def report(options: Options) -> int:

@@ -2,14 +2,17 @@
 
     fastattn.integrations.transformers.register() then attn_implementation="fastattn"
     fastattn.integrations.diffusers.register()    then model.set_attention_backend("fastattn")
+    fastattn.integrations.vllm.register()         or FASTATTN_VLLM=1 vllm serve ...
+
+SGLang's option --attention-backend fastattn needs no call.
 
 Each `register` has an `unregister`, which undoes it exactly; both may be called twice. No library
 is imported before its `register` is called.
 """
 
-from . import diffusers, transformers
+from . import diffusers, transformers, vllm
 
-__all__ = ["diffusers", "transformers"]
+__all__ = ["diffusers", "transformers", "vllm"]
 
 
 def __dir__() -> list[str]:

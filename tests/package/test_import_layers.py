@@ -157,5 +157,12 @@ def test_no_public_callable_hides_a_module():
 def test_no_package_hides_its_modules():
     """`import fastattn.dispatch.operation` finds it as an attribute of `fastattn.dispatch`."""
     for name in sorted(x for x in MODULES if "." in x):
-        module = importlib.import_module(f"fastattn.{name}")
+        try:
+            module = importlib.import_module(f"fastattn.{name}")
+        except ModuleNotFoundError as missing:  # engines, in environments of their own
+            assert (name, missing.name) in {
+                ("integrations.sglang_backend", "sglang"),
+                ("integrations.vllm_backend", "vllm"),
+            }
+            continue
         assert attrgetter(name)(fastattn) is module, name

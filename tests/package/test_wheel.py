@@ -114,7 +114,13 @@ def test_without_the_extension_it_is_for_any_python(tmp_path):
 def test_contents(wheel, archive):
     names = archive.namelist()
     top = {name.split("/")[0] for name in names}
-    assert top == {"fastattn", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
+    told = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
+    assert top == {"fastattn", "fastattn_plugins", told}
+    points = archive.read(f"{told}/entry_points.txt").decode()
+    assert {x for x in points.split() if ":" in x} == {
+        "fastattn_plugins:vllm",
+        "fastattn_plugins:sglang",
+    }
     assert any(name.startswith("fastattn/kernels/") for name in names)
     assert "fastattn/kernels/__init__.py" not in names
     of_type_checkers = {"fastattn/py.typed", "fastattn/flash_attn/flash_attn_interface.pyi"}
@@ -127,6 +133,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(archive):
     modules = {str(p.relative_to(CHECKOUT)) for p in CHECKOUT.glob("fastattn/**/*.py")}
     modules |= {str(p.relative_to(CHECKOUT)) for p in CHECKOUT.glob("fastattn/**/*.txt")}
     modules |= {f"fastattn/{p.relative_to(CHECKOUT)}" for p in CHECKOUT.glob("kernels/**/*.py")}
+    modules.add("fastattn_plugins/__init__.py")
     assert modules <= set(archive.namelist())
 
 
