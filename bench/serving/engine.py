@@ -115,7 +115,7 @@ class Engine:
                 return json.loads(line.removeprefix(MARK))
             self._output.write(line)
             self._output.flush()
-        self.process.wait()
+        self.close()
         raise Failed(self.log.read_text()[-6000:])
 
 

