@@ -233,7 +233,7 @@ class Layer(AttentionImpl[Batch]):
                 key_lengths=batch.lengths,
                 max_q=batch.most_rows,
                 **given,
-                **self._scales(layer, k),
+                **self._scales(layer),
             )
         output[rows] = out
         return output
@@ -288,14 +288,14 @@ class Layer(AttentionImpl[Batch]):
         k, v = k.unflatten(-1, (page, D)), v.unflatten(-1, (page, Dv))
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def _scales(self, layer: Any, k: Tensor) -> dict[str, Tensor]:
+    def _scales(self, layer: Any) -> dict[str, Tensor]:
         """Those of numbers in eight bits: one for all keys, and one for all values."""
         if self.kv_cache_dtype not in _STORED:
             return {}
         scales = layer._k_scale, layer._v_scale
         if any(x.numel() != 1 for x in scales):
             raise _refusal("k_scale", "one for each head", "one for a layer")
-        k_scale, v_scale = (x.float().reshape(()).expand(k.shape[:3]) for x in scales)
+        k_scale, v_scale = (x.float().reshape(()) for x in scales)
         return dict(k_scale=k_scale, v_scale=v_scale)
 
 

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 import pytest
 import torch
 
+from fastattn import integrations
+
 T = TypeVar("T")
 
 
@@ -26,6 +28,12 @@ def modules(monkeypatch, contents):
                 if i > 1:
                     setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], made)
         sys.modules[name].__dict__.update(members)
+
+
+def forget(backend):
+    """Make a later import load this module of `fastattn.integrations` anew."""
+    if sys.modules.pop(f"{integrations.__name__}.{backend}", None) is not None:
+        delattr(integrations, backend)
 
 
 # --------------------------------------------------------------------------------------------- vLLM
@@ -119,8 +127,9 @@ def vllm(monkeypatch):
             "vllm.v1.kv_cache_interface": dict(KVCacheLayout=layout, CrossAttentionSpec=spec),
         },
     )
-    monkeypatch.delitem(sys.modules, "fastattn.integrations.vllm_backend", raising=False)
+    forget("vllm_backend")
     yield sys.modules["vllm"]
+    forget("vllm_backend")
     overrides.clear()
     platform.device_type = "cpu"
 
@@ -211,5 +220,6 @@ def sglang(monkeypatch):
             "sglang.srt.model_executor.forward_batch_info": dict(ForwardMode=ForwardMode),
         },
     )
-    monkeypatch.delitem(sys.modules, "fastattn.integrations.sglang_backend", raising=False)
-    return sys.modules["sglang"]
+    forget("sglang_backend")
+    yield sys.modules["sglang"]
+    forget("sglang_backend")
