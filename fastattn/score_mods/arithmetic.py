@@ -232,7 +232,7 @@ def relu(t: Trace, input: Any, inplace: bool = False) -> Symbol:
 @known_as("leaky_relu")
 def leaky_relu(t: Trace, input: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Symbol:
     (x,) = t.promoted(t.lift(input, "leaky_relu"), least="float")
-    scaled = mul(t, x, float(negative_slope))
+    scaled = mul(t, x, t.number(negative_slope))
     return t.emit("where", t.emit("gt", x, t.constant(0.0)), x, scaled)
 
 
@@ -254,10 +254,11 @@ def _log_of_one_plus_exp(t: Trace, x: Symbol) -> Symbol:
 @known_as("softplus")
 def softplus(t: Trace, input: Any, beta: Any = 1, threshold: Any = 20) -> Symbol:
     x = t.cast(t.lift(input, "softplus"), "float")
-    scaled = x if beta == 1 else mul(t, x, float(beta))
+    beta, threshold = t.number(beta), t.number(threshold)
+    scaled = x if beta == 1 else mul(t, x, beta)
     value = _log_of_one_plus_exp(t, scaled)
-    value = value if beta == 1 else div(t, value, float(beta))
-    return t.emit("where", t.emit("gt", scaled, t.constant(float(threshold))), x, value)
+    value = value if beta == 1 else div(t, value, beta)
+    return t.emit("where", t.emit("gt", scaled, t.constant(threshold)), x, value)
 
 
 @known_as("logsigmoid", "log_sigmoid")

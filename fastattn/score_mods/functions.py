@@ -100,6 +100,9 @@ def _operator(name: str) -> Callable:
 def _method(self: Any, name: str) -> Callable:
     if name.startswith("__"):
         raise AttributeError(name)
+    if not callable(getattr(Tensor, name, None)):  # true, as a function, in the user's condition
+        of = self.described() if isinstance(self, PARTS) else "a score or an index"
+        raise refused(AttributeError, f".{name} of {of}")
     return lambda *args, **kwargs: call(self.trace, name, (self, *args), kwargs)
 
 

@@ -9,8 +9,8 @@ are recognised, classes of blocks), a copy of them is kept, and what was found s
 equal ones.
 
 Nothing is kept of functions that use anything else (an object, a module that is not torch's or
-Python's), that change a list or a dict, that look at an element of a captured tensor while they are
-traced, or that capture a tensor with a gradient.
+Python's) or more than MOST_USED objects, that change a list or a dict, that look at an element of a
+captured tensor while they are traced, or that capture a tensor with a gradient.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from .tracing import MAKERS, Fixed, Mod, trace_mask_mod, trace_score_mod
 
 MOST = 512  # calls that are kept; then all are forgotten
 MOST_NUMBERS = 1 << 16  # of the tensors that are kept for a call
+MOST_USED = 256  # objects that functions use; more take longer to look at than to trace
 # Modules that a function may use.
 MODULES = frozenset((torch, F, torch.special, math, operator, sys.modules["_operator"]))
 BUILTINS = frozenset((abs, bool, divmod, float, int, isinstance, len, max, min, pow, range, round))
@@ -194,6 +195,7 @@ class _Uses:
         self.functions: list[FunctionType] = []
         self.changeable: list[list | dict] = []
         self.changes = False  # a function may change one of these
+        self.count = 0
         self.key: Any = None
 
     @classmethod
@@ -213,6 +215,9 @@ class _Uses:
 
     def part(self, x: Any) -> Any:
         """The key of an object."""
+        self.count += 1
+        if self.count > MOST_USED:
+            raise _NotKnown
         kind = type(x)
         if x is None or kind in (bool, int, str):
             return kind, x

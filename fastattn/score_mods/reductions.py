@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .elements import by_element, elements_of, groups, is_part, made
+from torch import Tensor
+
+from .elements import by_element, checked, elements_of, groups, is_part, made
 from .registry import FUNCTIONS, known_as, with_first
 from .symbols import Elements, Symbol, Trace, kind_of, refused
 
@@ -136,7 +138,7 @@ def norm(
     *, ord: Any = None, dtype: Any = None, out: Any = None,
 ) -> Symbol | Elements:  # fmt: skip
     p = p if ord is None else ord
-    p = 2 if p is None or p == "fro" else p
+    p = 2 if p is None or p == "fro" else t.number(p) if isinstance(p, Tensor) else p
     if p not in (1, 2, math.inf):
         raise refused(
             NotImplementedError,
@@ -153,7 +155,8 @@ def norm(
 def matrix_norm(
     t: Trace, input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, **names: Any
 ) -> Symbol | Elements:
-    of_matrix = len(input.shape) != 1 if dim is None else isinstance(dim, tuple)
+    several = isinstance(dim, (tuple, list)) and len(dim) > 1
+    of_matrix = several or (dim is None and len(input.shape) != 1)
     if ord is not None and of_matrix:
         raise refused(NotImplementedError, "norm of a matrix: use torch.linalg.vector_norm")
     return norm(t, input, ord, dim, keepdim, **names)
@@ -183,10 +186,12 @@ def _products(t: Trace, name: str, input: Any, other: Any, most: int) -> Symbol 
         shapes.append(tuple(x.shape))
     if max(map(len, shapes)) > most or shapes[0][-1] != shapes[1][0]:
         raise refused(TypeError, f"{name} got tensors of shapes {shapes[0]} and {shapes[1]}")
+    shape = shapes[0][:-1] + shapes[1][1:]
+    checked(shape, name, "operands with a larger product")
     x, y = (elements_of(t, z, name) for z in (input, other))
     found = []
     for row in groups(x, [x.ndim - 1]):
         for column in groups(y, [0]):
             terms = [FUNCTIONS["mul"](t, a, b) for a, b in zip(row, column)]
             found.append(_sum("add", t, terms))
-    return made(t, shapes[0][:-1] + shapes[1][1:], found)
+    return made(t, shape, found)

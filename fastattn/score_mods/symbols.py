@@ -86,6 +86,11 @@ class Trace:
         args = tuple(x.at for x in index)
         return self.symbol(self.builder.load(self.capture(tensor), kind, args))
 
+    def number(self, x: Any) -> float:
+        """The value of an argument that a program has as a number, which a tensor may be."""
+        self.reads |= isinstance(x, Tensor)
+        return float(x)
+
     def lift(self, x: object, name: str = "the result") -> Symbol:
         """The symbol of an operand: a symbol, a number, or a captured tensor of one element."""
         if isinstance(x, Symbol):
@@ -331,6 +336,8 @@ class Elements:
                     "captured tensors by b, h, i and j before they are operands",
                 )
             axes.append((step, chosen))
+        if 0 in shape:
+            raise refused(IndexError, f"an index of {self.described()} that takes no element")
         found = [self.symbols[x] for x in places(axes)]
         return Elements(self.trace, shape, found) if shape else found[0]
 

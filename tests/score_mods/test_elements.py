@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import fastattn
+from fastattn.score_mods import kept_calls
 from fastattn.score_mods.elements import MOST
 from fastattn.score_mods.evaluate import evaluate
 from fastattn.score_mods.tracing import trace_mask_mod, trace_score_mod
@@ -287,3 +288,51 @@ def test_a_mask_of_a_tensor_with_a_gradient():
         return s.masked_fill(~mask, -math.inf).softmax(-1) @ v
 
     close(found, passes(directly, wide))
+
+
+NUMBER = torch.tensor(2.0)
+WITH_NUMBERS = {
+    "softplus, beta": lambda s, b, h, i, j: torch.nn.functional.softplus(s, NUMBER),
+    "softplus, threshold": lambda s, b, h, i, j: torch.nn.functional.softplus(s, 1, NUMBER - 2),
+    "leaky_relu": lambda s, b, h, i, j: torch.nn.functional.leaky_relu(s, NUMBER),
+    "norm": lambda s, b, h, i, j: s + torch.norm(POINTS[i], NUMBER),
+}
+POINTS = torch.randn(9, 3, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_a_tensor_as_a_number_is_read_in_each_call(name):
+    q, k, v = torch.randn(3, 1, 2, 9, 16, generator=torch.Generator().manual_seed(3))
+    found = []
+    for value in (2.0, 1.0, 2.0):
+        NUMBER.fill_(value)
+        found.append(fastattn.attention(q, k, v, score_mod=WITH_NUMBERS[name]))
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize(
+    "function, kind, message",
+    [
+        (lambda i: 2.0 if POINTS[i].is_cuda else 1.0, AttributeError, "is_cuda of a captured"),
+        (lambda i: POINTS[i].T.sum(), AttributeError, r"\.T of"),
+        (lambda i: (POINTS[i] * 2)[3:].sum(), IndexError, "takes no element"),
+        (lambda i: torch.linalg.norm(POINTS[i][:, None], 1, [0, 1]), NotImplementedError, "matrix"),
+        (lambda i: (WIDE[i][:, None] @ WIDE[i][None]).sum(), TypeError, "with a larger product"),
+    ],
+)
+def test_what_rows_do_not_have(function, kind, message):
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    with pytest.raises(kind, match=message):
+        fastattn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + function(i))
+
+
+def test_functions_of_many_numbers_are_not_kept():
+    """To compare them with those of the last call would take longer than to trace them."""
+    numbers = [float(x) for x in range(300)]
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    before = len(kept_calls._kept)
+    for value in (1.0, 2.0):
+        numbers[7] = value
+        out = fastattn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * numbers[7])
+        torch.testing.assert_close(out, fastattn.attention(q, k, v, scale=value / 4))
+    assert len(kept_calls._kept) == before
