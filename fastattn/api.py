@@ -20,6 +20,7 @@ from typing_extensions import Unpack  # torch depends on it
 from .backends.native.libraries import cpu_unavailable
 from .backends.native.marshalling import kind
 from .backends.shared.per_sequence import longest
+from .backends.shared.value_checks import check_values, checks_values
 from .backends.triton.runtime import unavailable as triton_unavailable
 from .call.argument_hints import by_position
 from .call.causal_sequences import with_causal_sequences
@@ -29,7 +30,8 @@ from .call.need import alignment, flag, need_a_tensor, need_dense, real, whole
 from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
 from .call.quantisation import STORAGE
 from .call.qv import joined
-from .call.row_lengths import with_row_lengths
+from .call.row_lengths import check_row_lengths, mask_mod_of, score_mod_of, with_row_lengths
+from .call.row_lengths import check_values as row_lengths_in_range
 from .call.signatures import refuse_unknown, with_arguments
 from .call.spec import (
     ARGUMENTS,
@@ -47,7 +49,7 @@ from .call.spec import (
     acc_dtype,
     changed,
 )
-from .call.validation import check, check_lse, counts
+from .call.validation import check, check_lse, counts, describe
 from .dispatch import (
     advice,
     context_parallel,
@@ -365,14 +367,10 @@ def attention_packed(
     """
     if surplus:
         raise by_position("attention_packed", "q, k, v, cu_q, cu_k", surplus)
-    if row_lengths is not None:
-        if max_q is None and isinstance(q, Tensor) and q.ndim == 3:
-            max_q = longest("max_q", None, cu_q, q.shape[0])
-        given = row_lengths, cu_q, cu_k, block_table, arguments
-        cu_q, cu_k, block_table, arguments = with_row_lengths(*given)  # ty: ignore
     where = cu_q, cu_k, block_table, max_q, max_k, k_scale, v_scale
     known = max_q is not None and (max_k is not None or cu_k is None)  # a plan sees no offsets
-    if known and qv is None and not is_dynamo_compiling():
+    plain = known and qv is None and row_lengths is None
+    if plain and not is_dynamo_compiling():
         found = fast_path.attend(_FAST_PACKED, q, k, v, *where, return_lse, arguments)
         if found is not None:
             return found
@@ -389,8 +387,9 @@ def attention_packed(
     if is_overridden(q, k, v) and not is_compiling():
         own = {"block_table": block_table, "max_q": max_q, "max_k": max_k}
         own |= {"k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse}
+        own |= {"row_lengths": row_lengths}
         return handle(attention_packed, (q, k, v), cu_q, cu_k, **own, **arguments)
-    t, o = prepare_packed(q, k, v, *where, arguments)
+    t, o = prepare_packed(q, k, v, *where, arguments, row_lengths=row_lengths)
     out, normaliser = call(ATTENTION, t, o)
     out = rows_first(out)
     return (out, _packed_lse(normaliser)) if return_lse else out
@@ -662,14 +661,16 @@ def prepare_packed(
     v_scale: Tensor | None,
     arguments: Any,
     function: str = "attention_packed",
+    row_lengths: Tensor | None = None,
 ) -> tuple[Tensors, Options]:
     """`prepare` for a packed batch."""
     paged = block_table is not None
-    if isinstance(arguments.get("causal"), Tensor):
-        arguments: Any = with_causal_sequences(arguments["causal"], cu_q, cu_k, arguments)
-    functions = {name: arguments.get(name) for name in ("score_mod", "mask_mod")}
+    causal = arguments.get("causal")
+    functions: dict[str, Any] = {x: arguments.get(x) for x in ("score_mod", "mask_mod")}
     if any(functions.values()):  # they are traced when the sizes of sequences are known
         arguments = {name: x for name, x in arguments.items() if name not in functions}
+    if isinstance(causal, Tensor):
+        arguments = {name: x for name, x in arguments.items() if name != "causal"}
     laid = pages_first if paged else heads_first
     t, o = prepare(heads_first("q", q), laid("k", k), laid("v", v), arguments, function)
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -683,8 +684,25 @@ def prepare_packed(
     max_k = longest("max_k", max_k, cu_k, k.shape[0])
     t = changed(t, cu_q=cu_q, cu_k=cu_k, block_table=block_table)
     o = changed(o, max_q=max_q, max_k=max_k)
+    if row_lengths is not None or isinstance(causal, Tensor):
+        check(t, o)  # before sequences are others than the caller's
+    if row_lengths is not None:
+        check_row_lengths(row_lengths, t)
+        known = not is_compiling() and kind((*t, row_lengths)) is not None
+        if known and checks_values(t.q.device):
+            check_values(describe(t, o), t)
+            row_lengths_in_range(row_lengths, t)
+    if isinstance(causal, Tensor):
+        mask_mod = with_causal_sequences(causal, row_lengths, t, o, functions["mask_mod"])
+        functions["mask_mod"] = mask_mod
+    if row_lengths is not None:
+        t, o = with_row_lengths(row_lengths, t, o)
+        functions = {
+            "score_mod": score_mod_of(functions["score_mod"]),
+            "mask_mod": mask_mod_of(functions["mask_mod"]),
+        }
     if any(functions.values()):
-        return _with_functions(t, o, **functions)
+        return _with_functions(t, o, functions["score_mod"], functions["mask_mod"])
     return t, o
 
 

@@ -8,35 +8,34 @@ import torch
 from torch import Tensor
 
 from .need import need
-from .spec import Place
+from .spec import MaskMod, Options, Tensors
 
 
 def with_causal_sequences(
-    causal: Tensor, cu_q: Any, cu_k: Tensor | None, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments with a mask_mod in place of `causal` (B,).
+    causal: Tensor,
+    row_lengths: Tensor | None,
+    t: Tensors,
+    o: Options,
+    mask_mod: MaskMod | None,
+) -> MaskMod:
+    """The mask_mod that also hides what `causal` (B,) does, of a checked call.
 
     A row is at i' = i, with Place(bottom_right=True) at i' = i + length - M. Raises ValueError.
     """
     need(causal.dtype == torch.bool, "causal.dtype", causal.dtype, "torch.bool, or a bool")
-    shape = tuple(causal.shape)
-    if isinstance(cu_q, Tensor) and cu_q.ndim == 1:  # the checks refuse other offsets
-        sequences = cu_q.shape[0] - 1
-        need(shape == (sequences,), "causal", f"shape {shape}", f"(B,) = ({sequences},)")
-        need(causal.device == cu_q.device, "causal.device", causal.device, "q's device")
-    place, mask_mod = arguments.get("place"), arguments.get("mask_mod")
-    first = place.item if isinstance(place, Place) else 0
+    cu_q = t.given("cu_q")
+    shape, sequences = tuple(causal.shape), cu_q.shape[0] - 1
+    need(shape == (sequences,), "causal", f"shape {shape}", f"(B,) = ({sequences},)")
+    need(causal.device == cu_q.device, "causal.device", causal.device, f"{cu_q.device}")
     moved = torch.zeros_like(causal, dtype=torch.int64)
-    if isinstance(place, Place) and place.bottom_right:
-        lengths = arguments.get("key_lengths")
-        if lengths is None and isinstance(cu_k, Tensor):
-            lengths = cu_k.diff()
-        if isinstance(lengths, Tensor):  # the checks refuse a call without
-            moved = lengths.long() - cu_q.diff().long()
-    free = ~causal
+    if o.bottom_right:
+        rows = cu_q.diff() if row_lengths is None else row_lengths
+        keys = t.given("cu_k").diff() if t.key_lengths is None else t.key_lengths
+        moved = keys.long() - rows.long()
+    free, first = ~causal, o.at_item
 
     def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
         seen = free[b - first] | (j <= i + moved[b - first])
         return seen if mask_mod is None else seen & mask_mod(b, h, i, j)
 
-    return arguments | dict(causal=False, mask_mod=visible)
+    return visible

@@ -19,6 +19,7 @@ from .sequences import (
     Scales,
     Tokens,
     attend_sequences,
+    check_scales,
 )
 from .translation import Arguments, dense
 
@@ -140,7 +141,11 @@ def attend_to_cache(
     """Append k and v, then attend: out and LSE, (B,M,H,Dv) and (B,H,M) of q (B,M,H,D), or (T,H,Dv)
     and (H,T) of q (T,H,D)."""
     B = len(cache.table)
-    rows = Tokens.of("cu_seqlens_q", cu_seqlens_q, q)
+    rows = Tokens.of("cu_seqlens_q", cu_seqlens_q, q, B)
+    Rows.of(q, qv, cu_seqlens_q, None, max_seqlen_q)  # raises before anything is written
+    check_scales(B, q.shape[-2], cache.k.shape[2], scales)
+    if q.dtype != cache.k.dtype and cache.k.dtype not in STORAGE:
+        raise ValueError(f"q.dtype: got {q.dtype}, expected {cache.k.dtype}, as k_cache has")
     new: Tokens | None = None
     if k is not None or v is not None:
         if cache_seqlens is None:
@@ -148,8 +153,8 @@ def attend_to_cache(
                 "cache_seqlens: got None beside k and v, expected the position at which to write "
                 "them"
             )
-        new = Tokens.of("cu_seqlens_k_new", cu_seqlens_k_new, k)
         _need_like_cache(k, v, cache, cu_seqlens_k_new is not None)
+        new = Tokens.of("cu_seqlens_k_new", cu_seqlens_k_new, k, B)
     elif cu_seqlens_k_new is not None:
         raise ValueError("cu_seqlens_k_new: got it without k and v, expected both, or None")
     before = cache.lengths(cache_seqlens, 0 if new is None else new.counts)
@@ -193,6 +198,10 @@ def _need_like_cache(k: Any, v: Any, cache: Cache, packed: bool) -> None:
     tokens = (n,) if packed else (len(cache.table), n)
     for name, x, into in (("k", k, cache.k), ("v", v, cache.v)):
         expected = *tokens, *into.shape[2:]
+        if x is None:
+            raise ValueError(
+                f"{name}: got None, expected {into.dtype} as its cache: k and v go together"
+            )
         if not isinstance(x, Tensor) or x.shape != expected or x.dtype != into.dtype:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
             raise ValueError(f"{name}: got {got}, expected {into.dtype} {expected}, as its cache")

@@ -39,9 +39,10 @@ Axes = tuple[int | str, ...]  # a string allows any size
 
 
 def need_shape(name: str, x: Tensor, axes: Axes) -> None:
+    if isinstance(x, Tensor) and _fits(x, axes):  # a text of sizes breaks a compiler's graph
+        return
     need_a_tensor(name, x, f"a torch.Tensor {_told(axes)}")
-    if not _fits(x, axes):
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {_told(axes)}")
+    raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {_told(axes)}")
 
 
 def refuse_int4(name: str, x: Tensor) -> None:

@@ -12,18 +12,19 @@ operations, which there are none of here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..api import prepare_packed
+from ..call.quantisation import STORAGE
 from ..call.qv import joined
 from ..call.spec import MaskMod, ScoreMod
 from ..dropin.flex_blocks import mask_mod_of
 from ..selection.attend import attention_selected
-from .checks import in_their_names, need_integers
+from .checks import in_their_names, need_integers, need_shape, within
 from .flash_attn_3 import flash_attn_combine as combine_of_3
 from .flash_attn_3 import get_scheduler_metadata
 from .sequences import Count, Functions, Keys, Rows, Tokens, attend, each, say_once
@@ -46,12 +47,34 @@ Outputs = tuple[Tensor, Tensor | None]
 class BlockSparseTensorsTorch(NamedTuple):
     """The blocks of keys that each block of rows sees; those that no list has are hidden.
 
+    Args:
+        mask_block_cnt: The number of blocks on whose keys mask_mod decides.
+        mask_block_idx: Which blocks these are, the first ones of each list.
+        full_block_cnt: The number of blocks of which every key is seen.
+        full_block_idx: Which blocks these are.
+        cu_total_m_blocks: Blocks of packed sequences, which raise.
+        cu_block_idx_offsets: It has no effect.
+        block_size: Rows and keys of a block. Required.
+        dq_write_order, dq_write_order_full, spt: They have no effect.
+
     Shape:
-        mask_block_cnt: (B, H, blocks of rows), the number of blocks that mask_mod decides on. B and
-            H may be 1.
-        mask_block_idx: (B, H, blocks of rows, n), which these are.
-        full_block_cnt, full_block_idx: The same for blocks of which every key is seen.
-        block_size: Rows and keys of a block.
+        mask_block_cnt: (B, H, blocks of rows), int32 or int64. B and H may be 1.
+        mask_block_idx: (B, H, blocks of rows, n).
+        full_block_cnt: As mask_block_cnt.
+        full_block_idx: As mask_block_idx.
+        cu_total_m_blocks, cu_block_idx_offsets: Any.
+        dq_write_order, dq_write_order_full: Any.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.flash_attn.cute import BlockSparseTensorsTorch, flash_attn_func
+        >>> count = torch.ones(1, 1, 2, dtype=torch.int32)
+        >>> own = torch.arange(2, dtype=torch.int32).view(1, 1, 2, 1)
+        >>> blocks = BlockSparseTensorsTorch(count, own, block_size=(4, 4))
+        >>> q, k, v = torch.randn(3, 1, 8, 2, 16)
+        >>> out, _ = flash_attn_func(q, k, v, block_sparse_tensors=blocks)
+        >>> first, _ = flash_attn_func(q[:, :4], k[:, :4], v[:, :4])
+        >>> torch.testing.assert_close(out[:, :4], first)
     """
 
     mask_block_cnt: Tensor
@@ -107,8 +130,8 @@ def flash_attn_func(
         k: Keys.
         v: Values.
         qv: More queries, of the values: scores are q k^T + qv v^T.
-        gather_kv_indices: The keys of each row, in any order. Numbers below 0, or past the last
-            key, are none.
+        gather_kv_indices: The keys of each row, in any order; one that is listed twice counts once.
+            Numbers below 0, or past the last key, are none.
         softmax_scale: The factor of scores; None is 1 / sqrt(D), with qv 1 / sqrt(D + Dv).
         causal: If True, row i attends to keys 0 to i'.
         window_size: (left, right): row i attends to keys from i' - left to i' + right. None is no
@@ -168,7 +191,7 @@ def flash_attn_func(
     latent = qv is not None or (k is v and v.shape[-1] == OF_SHARED_KEYS)
     q, k, qv = _with_queries(q, k, v, qv)
     if block_sparse_tensors is not None:
-        functions = _with_blocks(functions, block_sparse_tensors, k)
+        functions = _with_blocks(functions, block_sparse_tensors, q, k)
     if gather_kv_indices is not None:
         _need_alone(functions, arguments)
         out, lse = _gathered(q, k, v, qv, gather_kv_indices, arguments)
@@ -286,7 +309,7 @@ def flash_attn_varlen_func(
             raise NotImplementedError(
                 "block_sparse_tensors: got it with packed sequences or pages, expected padded ones"
             )
-        functions = _with_blocks(functions, block_sparse_tensors, k)
+        functions = _with_blocks(functions, block_sparse_tensors, q, k)
     if gather_kv_indices is not None:
         _need_alone(functions, arguments)
         out, lse = _gathered(q, k, v, qv, gather_kv_indices, arguments, **where)
@@ -455,35 +478,60 @@ def seqlens_of(
     return seqlen
 
 
-def _with_blocks(functions: Functions, blocks: BlockSparseTensorsTorch, k: Tensor) -> Functions:
-    """The functions of which a mask_mod is true in these blocks alone."""
-    if blocks.block_size is None:
-        raise ValueError(
-            "block_sparse_tensors.block_size: got None, expected (rows, keys) of a block: "
-            "FlashAttention-4's default depends on the GPU"
-        )
+class _Listed(NamedTuple):
+    """Blocks with the names that those of torch's BlockMask have."""
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    BLOCK_SIZE: tuple[int, int]
+    mask_mod: MaskMod
+
+
+def _with_blocks(
+    functions: Functions, blocks: BlockSparseTensorsTorch, q: Tensor, k: Tensor
+) -> Functions:
+    """The functions of which a mask_mod is true in these blocks alone, of q (B,M,H,D)."""
+    name = "block_sparse_tensors"
     if blocks.cu_total_m_blocks is not None:
         raise NotImplementedError(
-            "block_sparse_tensors.cu_total_m_blocks: got blocks of packed sequences, expected None"
+            f"{name}.cu_total_m_blocks: got blocks of packed sequences, expected None"
         )
-    columns = -(-k.shape[1] // blocks.block_size[1])
+    size = blocks.block_size
+    if not isinstance(size, tuple) or [type(x) for x in size] != [int] * 2 or min(size) < 1:
+        raise ValueError(
+            f"{name}.block_size: got {size!r}, expected (rows, keys) of a block: "
+            "FlashAttention-4's default depends on the GPU"
+        )
+    columns = -(-k.shape[1] // size[1])
+    if (blocks.full_block_cnt is None) != (blocks.full_block_idx is None):
+        raise ValueError(f"{name}.full_block_idx: expected it with full_block_cnt, got one of them")
 
-    def wide(x: Tensor | None) -> Tensor | None:
-        return None if x is None else F.pad(x, (0, max(0, columns - x.shape[-1])))
+    def listed(kind: str) -> list[Tensor | None]:
+        count, index = (getattr(blocks, f"{kind}_block_{x}") for x in ("cnt", "idx"))
+        if count is None:
+            return [None, None]
+        need_integers(f"{name}.{kind}_block_cnt", count, ("batch", "heads", "row blocks"))
+        need_integers(f"{name}.{kind}_block_idx", index, (*count.shape, "blocks"))
+        for at, n in ((0, q.shape[0]), (1, q.shape[2]), (2, -(-q.shape[1] // size[0]))):
+            if count.shape[at] != n and (at == 2 or count.shape[at] != 1):
+                expected = f"(1 or {q.shape[0]}, 1 or {q.shape[2]}, {-(-q.shape[1] // size[0])})"
+                got = tuple(count.shape)
+                raise ValueError(f"{name}.{kind}_block_cnt: got shape {got}, expected {expected}")
+        count = within(f"{name}.{kind}_block_cnt", count, index.shape[-1])
+        counted = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+        index = within(f"{name}.{kind}_block_idx", torch.where(counted, index, 0), columns - 1)
+        return [count, F.pad(index, (0, max(0, columns - index.shape[-1])))]
 
+    partial, whole = listed("mask"), listed("full")
+    if partial[0] is None:
+        raise ValueError(f"{name}.mask_block_cnt: got None, expected a tensor")
     of_pairs = functions.mask_mod
 
     def mask_mod(rows: Count, keys: Count) -> MaskMod:
         own = of_pairs(rows, keys) if of_pairs else lambda b, h, i, j: j >= 0
-        listed = SimpleNamespace(
-            kv_num_blocks=blocks.mask_block_cnt,
-            kv_indices=wide(blocks.mask_block_idx),
-            full_kv_num_blocks=blocks.full_block_cnt,
-            full_kv_indices=wide(blocks.full_block_idx),
-            BLOCK_SIZE=blocks.block_size,
-            mask_mod=own,
-        )
-        return mask_mod_of(listed) or own
+        return mask_mod_of(_Listed(*partial, *whole, size, own)) or own  # ty: ignore
 
     return functions._replace(mask_mod=mask_mod)
 
@@ -516,6 +564,7 @@ def _gathered(
     page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and LSE of rows that attend to the keys of these places in their sequence."""
+    need_shape("k", k, (*k.shape[:-2], "heads", "head_dim"))
     if page_table is not None:
         raise NotImplementedError(
             "page_table: got it beside gather_kv_indices, expected keys that are not in pages"
@@ -525,10 +574,17 @@ def _gathered(
         indices = indices.flatten(0, 1)
     else:
         need_integers("gather_kv_indices", indices, (len(q), "keys"))
+    if any(x.dtype in STORAGE for x in (q, k, v)):
+        raise NotImplementedError("q.dtype: got eight bits with gather_kv_indices")
     rows = Rows.of(q, qv, cu_seqlens_q, seqused_q, max_seqlen_q)
     B = len(rows.cu) - 1
     keys = Keys.of(k, v, cu_seqlens_k, seqused_k, max_seqlen_k, None, B)
     assert keys.cu is not None
+    sizes = rows.longest, keys.longest, None, None
+    used = rows.cu.diff() if rows.used is None else rows.used
+    with in_their_names(key_lengths="seqused_k", row_lengths="seqused_q"):  # for its checks
+        given = rows.q, keys.k, keys.v, rows.cu, keys.cu, None, *sizes
+        prepare_packed(*given, dict(key_lengths=keys.lengths), row_lengths=used)
     tokens = Tokens.of("cu_seqlens_q", rows.cu, rows.q)
     M, N = (x.counts[tokens.item] for x in (rows, keys))
     last = torch.where(tokens.step < M, N - 1, -1)

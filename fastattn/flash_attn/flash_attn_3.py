@@ -3,8 +3,9 @@ defaults.
 
 They are those of `fastattn.flash_attn` with more arguments. `flash_attn_func` documents the ones
 that the functions share. Tensors are float32, float64, bfloat16 or float16, on any device, with
-any strides; or float8_e4m3fn, of which results are in bfloat16 and have no gradient. Arguments that
-tune FlashAttention's kernels are accepted, and a warning says once that they have no effect.
+any strides; or q, k and v are float8_e4m3fn: then results are in bfloat16 and have no gradient.
+Arguments that tune FlashAttention's kernels are accepted, and a warning says once that they have no
+effect.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 from ..call.need import need_constant
 from ..merging import merge
 from .caching import Cache, attend_to_cache
-from .checks import need_shape
-from .sequences import Functions, attend, say_once
+from .checks import in_their_names, need_shape
+from .sequences import Functions, attend, need_offsets, say_once
 from .translation import arguments_of
 
 __all__ = [
@@ -208,7 +209,7 @@ def flash_attn_varlen_func(
         max_seqlen_q: The largest number of rows of a sequence.
         max_seqlen_k: The largest number of keys of a sequence.
         seqused_q: The number of rows of each sequence that are used, the first ones. The others are
-            empty rows: 0, and -inf. FlashAttention-3 does not write these.
+            rows without keys. FlashAttention-3 does not write these.
         seqused_k: The number of keys of each sequence that are used.
         softmax_scale, causal, qv, q_descale, k_descale, v_descale: As in `flash_attn_func`.
         window_size, attention_chunk, softcap, num_splits, pack_gqa: As in `flash_attn_func`.
@@ -247,8 +248,8 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, None, s_aux, deterministic=deterministic
     )
     functions, scales = Functions(_chunk(attention_chunk)), (q_descale, k_descale, v_descale)
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        need_shape(name, x, ("batch + 1",))
+    need_offsets("cu_seqlens_q", cu_seqlens_q)
+    need_offsets("cu_seqlens_k", cu_seqlens_k)
     out, lse = attend(
         q,
         k,
@@ -375,24 +376,28 @@ def flash_attn_with_kvcache(
     need_constant(why, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, s_aux=s_aux)
     axes = ("batch", "seqlen") if cu_seqlens_q is None else ("total",)
     need_shape("q", q, (*axes, "heads", "head_dim"))
+    if cu_seqlens_q is not None:
+        need_offsets("cu_seqlens_q", cu_seqlens_q)
     batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    cache = Cache.of(k_cache, v_cache, batch, page_table, cache_batch_idx, cache_leftpad)
-    out, lse = attend_to_cache(
-        q,
-        k,
-        v,
-        cache,
-        cache_seqlens,
-        (rotary_cos, rotary_sin, rotary_interleaved),
-        arguments,
-        Functions(_chunk(attention_chunk)),
-        (q_descale, k_descale, v_descale),
-        qv=qv,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        max_seqlen_q=max_seqlen_q,
-        rotary_seqlens=rotary_seqlens,
-    )
+    functions = Functions(_chunk(attention_chunk))
+    with in_their_names(block_table="page_table"):
+        cache = Cache.of(k_cache, v_cache, batch, page_table, cache_batch_idx, cache_leftpad)
+        out, lse = attend_to_cache(
+            q,
+            k,
+            v,
+            cache,
+            cache_seqlens,
+            (rotary_cos, rotary_sin, rotary_interleaved),
+            arguments,
+            functions,
+            (q_descale, k_descale, v_descale),
+            qv=qv,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            max_seqlen_q=max_seqlen_q,
+            rotary_seqlens=rotary_seqlens,
+        )
     return (out, lse) if return_softmax_lse else out
 
 
@@ -444,7 +449,17 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*arguments: object, **given: object) -> None:
-    """Return None: fastattn's kernels need no plan, and `flash_attn_with_kvcache` takes None."""
+    """Return None, which `flash_attn_with_kvcache` takes: fastattn's kernels need no plan.
+
+    Args:
+        *arguments: Those of FlashAttention-3. They are not read.
+        **given: The same by name.
+
+    Example:
+        >>> from fastattn.flash_attn.flash_attn_3 import get_scheduler_metadata
+        >>> print(get_scheduler_metadata(1, 1, 128, 8, 8, 64, cache_seqlens=None))
+        None
+    """
 
 
 def _other(x: object, default: object) -> object | None:
@@ -453,6 +468,8 @@ def _other(x: object, default: object) -> object | None:
 
 
 def _chunk(attention_chunk: int) -> int:
-    if attention_chunk < 0:
-        raise ValueError(f"attention_chunk: got {attention_chunk}, expected 0 for none, or a size")
+    if type(attention_chunk) is not int or attention_chunk < 0:
+        raise ValueError(
+            f"attention_chunk: got {attention_chunk!r}, expected an int: 0 for none, or a size"
+        )
     return attention_chunk

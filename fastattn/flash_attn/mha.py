@@ -565,7 +565,8 @@ class MHA(nn.Module):
     def _rotated(self, qkv: Tensor, inference_params) -> Tensor:
         offset, longest = 0, None
         if inference_params is not None:
-            offset, longest = _lengths(inference_params), inference_params.max_seqlen
+            offset = _lengths(inference_params, len(qkv))
+            longest = inference_params.max_seqlen
         given = dict(seqlen_offset=offset, max_seqlen=longest, num_heads_q=self.num_heads)
         return self.rotary_emb(qkv, **given)
 
@@ -576,7 +577,12 @@ class MHA(nn.Module):
 
     def _own_cache(self, kv: Tensor, inference_params) -> Tensor:
         """The items of the layer's cache that belong to the batch of kv."""
-        cache = inference_params.key_value_memory_dict[self.layer_idx]
+        cache = inference_params.key_value_memory_dict.get(self.layer_idx)
+        if cache is None:
+            raise ValueError(
+                f"seqlen_offset: got {inference_params.seqlen_offset} without a cache of layer "
+                f"{self.layer_idx}, expected 0 in the first call"
+            )
         end = inference_params.batch_size_offset + len(kv)
         if end > len(cache):
             raise ValueError(
@@ -588,7 +594,15 @@ class MHA(nn.Module):
     def _update_kv_cache(self, kv: Tensor, inference_params) -> Tensor:
         """Write kv (B,N,2,Hk,D) into the layer's cache; return all keys and values so far."""
         caches = inference_params.key_value_memory_dict
+        offset, lengths = inference_params.seqlen_offset, _lengths(inference_params, len(kv))
+        if isinstance(lengths, Tensor) and bool((lengths != offset).any()):
+            raise ValueError(
+                f"lengths_per_sample: got {lengths.tolist()}, expected {offset}, the "
+                "seqlen_offset, for all: use_flash_attn=True has steps of sequences that differ"
+            )
         if self.layer_idx not in caches:
+            if offset:
+                self._own_cache(kv, inference_params)  # raises
             sizes = inference_params.max_batch_size, inference_params.max_seqlen
             caches[self.layer_idx] = kv.new_empty(*sizes, *kv.shape[2:])
         cache = self._own_cache(kv, inference_params)
@@ -613,7 +627,7 @@ class MHA(nn.Module):
                 q,
                 *cache.unbind(2),
                 *kv.unbind(2),
-                cache_seqlens=_lengths(inference_params),
+                cache_seqlens=_lengths(inference_params, len(q)),
                 softmax_scale=inner.softmax_scale,
                 causal=inner.causal,
                 window_size=inner.window_size,
@@ -622,10 +636,10 @@ class MHA(nn.Module):
         )
 
 
-def _lengths(inference_params) -> int | Tensor:
-    """The number of cached tokens of each sequence."""
+def _lengths(inference_params, batch: int) -> int | Tensor:
+    """The number of cached tokens of each sequence. There may be lengths of a larger batch."""
     lengths = inference_params.lengths_per_sample
-    return inference_params.seqlen_offset if lengths is None else lengths
+    return inference_params.seqlen_offset if lengths is None else lengths[:batch]
 
 
 def _arguments(

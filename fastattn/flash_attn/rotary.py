@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..call import need
 from ..nn.positions import rotate
 from .checks import need_integers, need_shape, within
 
@@ -362,7 +363,8 @@ class RotaryEmbedding(nn.Module):
         """Make the tables of cosines and sines, unless those of the last call serve."""
         cos = self._cos_cached
         if cos is not None and seqlen <= self._seq_len_cached:
-            usable = not (self.training and cos.is_inference())  # autograd cannot save them
+            # Autograd cannot save tensors of inference mode.
+            usable = torch.is_inference_mode_enabled() or not cos.is_inference()
             if usable and cos.device == device and cos.dtype == dtype:
                 return
         self._seq_len_cached = seqlen
@@ -473,6 +475,7 @@ def _of_rows(
         at = offsets.long()[:, None] + torch.arange(x.shape[1], device=offsets.device)
         at = within("seqlen_offsets", at, len(cos) - 1, "the positions of cos")
     else:
+        offsets = need.whole("seqlen_offsets", offsets, "an int, or a tensor (batch,)")
         at = slice(offsets, offsets + x.shape[1])
         if offsets < 0 or at.stop > len(cos):
             raise ValueError(
@@ -492,6 +495,9 @@ def _positions_of_packed(
     if max_seqlen is None:
         raise ValueError("max_seqlen: got None beside cu_seqlens, expected the largest length")
     cu = cu_seqlens.long()
+    if cu.device.type == "cpu" and (not len(cu) or bool((cu.diff() < 0).any())):
+        expected = "offsets of sequences, which begin with 0 and never fall"
+        raise ValueError(f"cu_seqlens: got {cu.tolist()}, expected {expected}")
     lengths = within("max_seqlen", cu.diff(), max_seqlen, "no sequence is longer than max_seqlen")
     if cu.device.type == "cpu" and (int(cu[0]) != 0 or int(cu[-1]) != total):
         raise ValueError(
@@ -525,17 +531,29 @@ def _rotate_in_place(
     given = whole, parts, interleaved, conjugate, *(x for table in tables for x in table)
     if whole.is_leaf and whole.requires_grad and torch.is_grad_enabled():
         return _Unrecorded.apply(*given)
+    written = _rotated(whole, parts, tables, interleaved, conjugate)
     try:
-        _write(whole, parts, tables, interleaved, conjugate)  # autograd records it
+        for x, y in written:
+            x.copy_(y)  # autograd records it
     except RuntimeError:  # it records no write to one of several views of a tensor
         return _Unrecorded.apply(*given)
     return whole
 
 
-def _write(whole: Tensor, parts: list, tables: list[Table], interleaved: bool, conjugate: bool):
+def _rotated(
+    whole: Tensor, parts: list, tables: list[Table], interleaved: bool, conjugate: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Each part, and what it becomes."""
+    found = []
     for part, (cos, sin) in zip(parts, tables, strict=True):
         x = whole[part][..., : 2 * cos.shape[-1]]
-        x.copy_(rotate(x, cos, -sin if conjugate else sin, interleaved))
+        found.append((x, rotate(x, cos, -sin if conjugate else sin, interleaved)))
+    return found
+
+
+def _write(whole: Tensor, parts: list, tables: list[Table], interleaved: bool, conjugate: bool):
+    for x, y in _rotated(whole, parts, tables, interleaved, conjugate):
+        x.copy_(y)
 
 
 class _Unrecorded(torch.autograd.Function):

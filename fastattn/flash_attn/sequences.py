@@ -99,16 +99,20 @@ class Rows(NamedTuple):
     ) -> Rows:
         if cu_seqlens_q is None:
             need_shape("q", q, ("batch", "seqlen", "heads", "head_dim"))
-            B, M = q.shape[:2]
+            B, M, H = q.shape[:3]
+            if qv is not None:
+                need_shape("qv", qv, (B, M, H, "head_dim"))
             cu = M * torch.arange(B + 1, device=q.device)
             flat = [None if x is None else x.flatten(0, 1) for x in (q, qv)]
             rows = cls(flat[0], flat[1], cu, seqused_q, M, (B, M))  # ty: ignore
         else:
             need_shape("q", q, ("total", "heads", "head_dim"))
-            need_integers("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
+            if qv is not None:
+                need_shape("qv", qv, (*q.shape[:2], "head_dim"))
+            need_offsets("cu_seqlens_q", cu_seqlens_q)
             most = whole_or_none(max_seqlen_q)
-            if seqused_q is not None and q.device.type == "cpu":
-                most = None  # theirs may be that of the rows that are used
+            if seqused_q is not None:  # theirs may be that of the rows that are used
+                most = None if q.device.type == "cpu" else len(q)
             rows = cls(q, qv, cu_seqlens_q, seqused_q, most, None)
         if seqused_q is not None:
             need_integers("seqused_q", seqused_q, (len(rows.cu) - 1,))
@@ -158,12 +162,13 @@ class Keys(NamedTuple):
                     "number of keys of each sequence in seqused_k"
                 )
             need_integers("page_table", page_table, (batch, "pages"))
+            need_shape("k", k, ("blocks", "page", "heads", "head_dim"))
             return cls(k, v, None, page_table, seqused_k, page_table.shape[1] * k.shape[1])
         if cu_seqlens_k is not None:
-            need_integers("cu_seqlens_k", cu_seqlens_k, (batch + 1,))
+            need_offsets("cu_seqlens_k", cu_seqlens_k, batch)
             return cls(k, v, cu_seqlens_k, None, seqused_k, whole_or_none(max_seqlen_k))
-        for name, x in (("k", k), ("v", v)):
-            need_shape(name, x, (batch, k.shape[1], "heads", "head_dim"))
+        need_shape("k", k, (batch, "seqlen", "heads", "head_dim"))
+        need_shape("v", v, (*k.shape[:3], "head_dim"))
         N = k.shape[1]
         if k.dtype in STORAGE:  # items are pages, as they lie
             table = torch.arange(batch, device=k.device)[:, None]
@@ -190,14 +195,19 @@ class Tokens(NamedTuple):
     counts: Tensor | int
 
     @classmethod
-    def of(cls, name: str, cu: Tensor | None, x: Any) -> Tokens:
-        """cu: the offsets `name`, if x is packed."""
+    def of(cls, name: str, cu: Tensor | None, x: Any, batch: int | None = None) -> Tokens:
+        """cu: the offsets `name`, if x is packed. Raise on a CPU unless they are those of x."""
         device = getattr(x, "device", None)
         if cu is None:
             B, n = x.shape[:2] if isinstance(x, Tensor) and x.ndim > 1 else (0, 0)
             item = torch.arange(B, device=device)[:, None]
             return cls(item, torch.arange(n, device=device), n)
-        need_integers(name, cu, ("batch + 1",))
+        need_offsets(name, cu, batch)
+        if cu.device.type == "cpu" and isinstance(x, Tensor):
+            offsets = cu.tolist()
+            if offsets[0] or offsets[-1] != len(x) or offsets != sorted(offsets):
+                expected = f"offsets that begin with 0, never fall, and end with {len(x)}"
+                raise ValueError(f"{name}: got {offsets}, expected {expected}")
         at = torch.arange(len(x), device=device)
         item = torch.searchsorted(cu[1:].contiguous(), at, right=True).clamp(max=len(cu) - 2)
         return cls(item, at - cu[item], cu.diff().long())
@@ -224,6 +234,7 @@ def attend(
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table
     in_eight_bits = any(isinstance(x, Tensor) and x.dtype in STORAGE for x in (q, k, v))
     if all(x is None for x in (*lengths, *scales)) and not in_eight_bits:
+        need_shape("q", q, ("batch", "seqlen", "heads", "head_dim"))
         need_shape("k", k, ("batch", "seqlen", "heads", "head_dim"))
         with in_their_names():
             given = arguments | functions.of(q.shape[1], k.shape[1])
@@ -270,24 +281,21 @@ def _scaled(rows: Rows, keys: Keys, scales: Scales) -> tuple[Tensor, Tensor | No
     if (of_k in STORAGE or q.dtype in STORAGE) and qv is not None:
         raise NotImplementedError("qv: got it beside eight bits, expected float16 or bfloat16")
     if q.dtype in STORAGE:
-        if of_k not in STORAGE:
-            raise ValueError(f"q.dtype: got {q.dtype}, expected that of k, {of_k}")
+        if {q.dtype, of_k, keys.v.dtype} != {torch.float8_e4m3fn}:
+            expected = "torch.float8_e4m3fn of q, k and v, or one of float16, bfloat16 and wider"
+            raise ValueError(f"q.dtype: got {q.dtype} beside {of_k}, expected {expected}")
         dtype = torch.bfloat16
     else:
         dtype = q.dtype
-    names = "q_descale", "k_descale", "v_descale"
-    B, Hk = len(rows.cu) - 1, keys.k.shape[-2]
-    group = q.shape[1] // Hk
-    found: list[Tensor | None] = []
-    for name, x in zip(names, scales):
-        if x is None:
-            found.append(None)
-            continue
-        need_shape(name, x, (B, Hk))
-        need_constant("there is no gradient of scales", **{name: x})
-        of_rows = x.float().repeat_interleave(group, 1)
-        rows_each = rows.cu.diff()
-        found.append(of_rows.repeat_interleave(rows_each, 0, output_size=len(q))[..., None])
+    check_scales(len(rows.cu) - 1, q.shape[1], keys.k.shape[-2], scales)
+    found: list[Tensor | None] = [None] * 3
+    if scales != NO_SCALES:
+        item = Tokens.of("cu_seqlens_q", rows.cu, q).item
+        group = q.shape[1] // keys.k.shape[-2]
+        found = [
+            None if x is None else x.float().repeat_interleave(group, 1)[item][..., None]
+            for x in scales
+        ]
     of_q, of_keys, of_values = found
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -302,6 +310,23 @@ def _scaled(rows: Rows, keys: Keys, scales: Scales) -> tuple[Tensor, Tensor | No
 
     scaled = times(q, of_q, of_keys)
     return scaled, None if qv is None else times(qv, of_q, of_values), of_values
+
+
+def check_scales(B: int, H: int, Hk: int, scales: Scales) -> None:
+    """Raise unless heads divide, and scales are (B,Hk) without a gradient."""
+    if Hk < 1 or H % Hk:
+        raise ValueError(f"k: got {Hk} heads, expected a number that divides the {H} heads of q")
+    for name, x in zip(("q_descale", "k_descale", "v_descale"), scales):
+        if x is not None:
+            need_shape(name, x, (B, Hk))
+            need_constant("there is no gradient of scales", **{name: x})
+
+
+def need_offsets(name: str, cu: Any, batch: int | None = None) -> None:
+    """Raise unless cu is int32 or int64 (batch + 1,), of any batch if it is None."""
+    need_integers(name, cu, ("batch + 1",) if batch is None else (batch + 1,))
+    if not len(cu):
+        raise ValueError(f"{name}: got no offset, expected the first one, 0, and one per sequence")
 
 
 def whole_or_none(x: Any) -> int | None:

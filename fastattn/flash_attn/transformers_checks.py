@@ -60,15 +60,16 @@ MODULES = {_CHECKS: _answer_checks, _CALLS: _answer_calls}
 def retract(interfaces: Iterable[ModuleType]) -> None:
     """Undo `answer`. If transformers has loaded functions of one of these, make it look for
     FlashAttention again."""
-    if _CALLS in _before:
-        calls: Any = sys.modules[_CALLS]
+    calls: Any = sys.modules.get(_CALLS)
+    if _CALLS in _before and calls is not None:
         for version, devices in _before.pop(_CALLS).items():
             calls.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]["supported_devices"] = devices
         logging.getLogger(_MODELS).removeFilter(_is_true_here)
         if any(calls._flash_fn is x.flash_attn_func for x in interfaces):
             calls._loaded_implementation = calls._flash_fn = None
-    if _before:
-        checks = sys.modules[_CHECKS]
+    checks = sys.modules.get(_CHECKS)
+    if checks is not None:
+        _before.pop(_CALLS, None)
         for name, code in _before.items():
             inspect.unwrap(getattr(checks, name)).__code__ = code
         _forget(checks)

@@ -13,9 +13,7 @@ from ..backends import base
 from ..backends.native import libraries
 from ..backends.native.marshalling import kind
 from ..backends.preference import RULES, KernelClasses
-from ..backends.shared.per_sequence import longest
 from ..call.qv import joined
-from ..call.row_lengths import with_row_lengths
 from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, AttentionSpec, Feature, Options, Tensors
 from ..call.validation import describe
 from ..score_mods.intervals import NONE
@@ -117,10 +115,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     if "cu_q" in arguments:
         names = ("cu_q", "cu_k", "block_table", "max_q", "max_k", "k_scale", "v_scale")
         packed = [arguments.pop(x, None) for x in names]
-        if (row_lengths := arguments.pop("row_lengths", None)) is not None:
-            packed[3] = longest("max_q", packed[3], packed[0], q.shape[0])
-            *packed[:3], arguments = with_row_lengths(row_lengths, *packed[:3], arguments)
-        t, options = prepare_packed(q, k, v, *packed, arguments, "explain")
+        used = arguments.pop("row_lengths", None)
+        named: dict[str, Any] = dict(zip(names, packed), row_lengths=used)
+        t, options = prepare_packed(q, k, v, **named, arguments=arguments, function="explain")
     else:
         t, options = prepare(q, k, v, arguments, "explain")
     spec = describe(t, options)

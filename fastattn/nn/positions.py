@@ -106,7 +106,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     cos, sin = cos.to(wide), sin.to(wide)
     turned, rest = x[..., :columns].to(wide), x[..., columns:]
     if interleaved:
-        a, b = turned.view(*turned.shape[:-1], -1, 2).unbind(-1)
+        a, b = turned.unflatten(-1, (columns // 2, 2)).unbind(-1)
     else:
         a, b = turned.chunk(2, dim=-1)
     rotated = (a * cos - b * sin, a * sin + b * cos)

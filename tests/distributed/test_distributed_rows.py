@@ -18,7 +18,7 @@ LEVELS = {
     "packed": {
         name: levels
         for name, levels in factors.PACKED.items()
-        if name not in ("qv", "grad", "row_invariant", "deterministic")
+        if name not in ("qv", "grad", "row_invariant", "deterministic", "used")
     }
     | {name: factors.RANKS[name] for name in ALIKE}
     | dict(strategy=PACKED_STRATEGIES),

@@ -358,7 +358,12 @@ def packed(**given):
         (lambda: fa3.flash_attn_func(F8, F8, F8, qv=F8), NotImplementedError, "qv: got it beside"),
         (lambda: fa3.flash_attn_func(F8, X, X), ValueError, "q.dtype: got torch.float8"),
         (packed(seqused_q=torch.tensor([3, 3])), ValueError, r"seqused_q.* got 3, expected 0 to 2"),
-        (packed(seqused_k=torch.tensor([2, 4])), ValueError, "seqused_k: got 4"),
+        (packed(seqused_k=torch.tensor([2, 4])), ValueError, "seqused_k: got 4 of sequence 1"),
+        (
+            packed(seqused_k=torch.tensor([2, 4]), seqused_q=torch.tensor([2, 1])),
+            ValueError,
+            "seqused_k: got 4 of sequence 1, expected a value in .0, 3.",
+        ),
         (packed(seqused_k=torch.tensor([2.0, 4])), ValueError, "seqused_k: got torch.float32"),
         (packed(seqused_q=torch.tensor([2])), ValueError, "seqused_q: got torch.int64"),
         (cached(cu_seqlens_q=C), ValueError, "q: got shape"),
@@ -369,6 +374,47 @@ def packed(**given):
             "cache_seqlens: got 3, expected 0 to 2",
         ),
         (cached(k=X, v=X, cu_seqlens_k_new=C, cache_seqlens=0), ValueError, "k: got"),
+        *(
+            (
+                cached(k=X[0], v=X[0], cu_seqlens_k_new=torch.tensor(offsets), cache_seqlens=0),
+                ValueError,
+                "cu_seqlens_k_new: got",
+            )
+            for offsets in ([1, 3, 5], [0, 3, 2], [0, 2, 4], [0, 2, 7], [0, 5], [0, 1, 2, 5], [0])
+        ),
+        (cached(k=X, cache_seqlens=0), ValueError, "v: got None, expected .*k and v go together"),
+        (
+            lambda: fa3.flash_attn_with_kvcache(X.double(), X, X, cache_seqlens=0),
+            ValueError,
+            "q.dtype: got torch.float64",
+        ),
+        (
+            cached(page_table=torch.zeros(3, 1, dtype=torch.int32), cache_seqlens=0),
+            ValueError,
+            "page_table: got torch.int32 .3, 1.",
+        ),
+        (packed(qv=X[0, :, :3]), ValueError, "qv: got shape"),
+        (
+            lambda: fa3.flash_attn_func(
+                X, X, X, qv=torch.zeros(5, 2, 4, 8), q_descale=torch.ones(2, 4)
+            ),
+            ValueError,
+            "qv: got shape .5, 2, 4, 8., expected .2, 5, 4",
+        ),
+        (
+            lambda: fa3.flash_attn_func(X[:, :, :1], X, X, k_descale=torch.ones(2, 4)),
+            ValueError,
+            "k: got 4 heads, expected a number that divides the 1 heads of q",
+        ),
+        (
+            lambda: fa3.flash_attn_func(F8.to(torch.float8_e5m2), F8, F8),
+            ValueError,
+            "q.dtype: got torch.float8_e5m2 beside",
+        ),
+        *(
+            (lambda x=x: fa3.flash_attn_func(X, X, X, attention_chunk=x), ValueError, "an int: 0")
+            for x in (2.5, True, None)
+        ),
         (lambda: fa3.flash_attn_qkvpacked_func(X, num_heads_q=3), ValueError, "num_heads_q: got 3"),
         (lambda: fa3.flash_attn_combine(X[0], X[0]), ValueError, "out_partial: got"),
         (lambda: fa3.flash_attn_combine(X, X), ValueError, "lse_partial: got shape"),
@@ -377,6 +423,28 @@ def packed(**given):
 def test_refusals(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_an_error_leaves_the_cache_as_it_is():
+    for wrong in (
+        dict(qv=X[:, :, :3]),
+        dict(k_descale=torch.ones(3, 4)),
+        dict(cu_seqlens_q=torch.tensor([0, 2, 4])),
+    ):
+        k_cache, q = X.clone(), X[0] if "cu_seqlens_q" in wrong else X
+        with pytest.raises(ValueError):
+            given = dict(k=X[:, :2] + 1, v=X[:, :2], cache_seqlens=1) | wrong
+            fa3.flash_attn_with_kvcache(q, k_cache, X.clone(), **given)
+        assert not k_cache.any()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 3)], ids=str)
+def test_nothing_is_rotated(shape):
+    q, new = torch.randn(*shape, 4, 8), torch.randn(shape[0], 0, 4, 8)
+    cache, angles = torch.randn(shape[0], 9, 4, 8), torch.randn(9, 4)
+    turn = dict(rotary_cos=angles.cos(), rotary_sin=angles.sin())
+    given = dict(k=new, v=new, cache_seqlens=5, causal=True) | turn
+    assert fa3.flash_attn_with_kvcache(q, cache, cache, **given).shape == q.shape
 
 
 def test_what_has_no_effect_is_said_once(monkeypatch):

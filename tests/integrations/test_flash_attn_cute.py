@@ -315,9 +315,30 @@ def dense(*tensors, **given):
     return lambda: cute.flash_attn_func(*(tensors or (X, X, X)), **given)
 
 
+def gathered(**given):
+    """Selected keys of packed sequences of 2 and 3 rows and keys."""
+    where = dict(cu_seqlens_q=C, cu_seqlens_k=C) | given
+    indices = torch.zeros(5, 2, dtype=torch.int32)
+    return lambda: cute.flash_attn_varlen_func(X[0], X[0], X[0], **where, gather_kv_indices=indices)
+
+
 @pytest.mark.parametrize(
     "call, kind, message",
     [
+        (gathered(seqused_k=torch.tensor([5, 3])), ValueError, "seqused_k: got 5 of sequence 0"),
+        (gathered(seqused_k=torch.tensor([-1, 3])), ValueError, "seqused_k: got -1"),
+        (gathered(seqused_q=torch.tensor([2, 4])), ValueError, "seqused_q.1.: got 4"),
+        (gathered(cu_seqlens_k=torch.tensor([0, 3, 2])), ValueError, "cu_seqlens_k: got 2 last"),
+        (gathered(cu_seqlens_q=torch.tensor([1, 2, 5])), ValueError, "cu_seqlens_q: got 1 first"),
+        (gathered(max_seqlen_q=2), ValueError, "cu_seqlens_q: got 3 rows in sequence 1"),
+        (gathered(cu_seqlens_q=torch.tensor([0])), ValueError, "cu_seqlens_k: got"),
+        (
+            lambda: cute.flash_attn_func(
+                *[X.to(torch.float8_e4m3fn)] * 3, gather_kv_indices=SELECTED["gather_kv_indices"]
+            ),
+            NotImplementedError,
+            "q.dtype: got eight bits with gather",
+        ),
         (dense(None, None, X), ValueError, "q: got None, expected q and k, or qv and v alone"),
         (dense(None, X, X, X), ValueError, "q: got None"),
         (dense(X, None, X), ValueError, "k: got None"),
@@ -333,6 +354,20 @@ def dense(*tensors, **given):
             dense(block_sparse_tensors=BLOCKS._replace(cu_total_m_blocks=C)),
             NotImplementedError,
             "cu_total_m_blocks: got",
+        ),
+        *(
+            (dense(block_sparse_tensors=BLOCKS._replace(**wrong)), ValueError, message)
+            for wrong, message in (
+                (dict(block_size=(128, 0)), "block_size: got .128, 0."),
+                (dict(block_size=128), "block_size: got 128"),
+                (dict(block_size=(2, 128)), "mask_block_cnt: got shape .1, 1, 1., expected"),
+                (dict(mask_block_cnt=COUNTS[0].expand(3, 1, 1)), "mask_block_idx: got"),
+                (dict(mask_block_cnt=COUNTS[0].float()), "mask_block_cnt: got torch.float32"),
+                (dict(mask_block_cnt=-COUNTS[0]), "mask_block_cnt: got -1, expected 0 to 1"),
+                (dict(mask_block_cnt=2 * COUNTS[0]), "mask_block_cnt: got 2, expected 0 to 1"),
+                (dict(mask_block_idx=COUNTS[1] + 1), "mask_block_idx: got 1, expected 0 to 0"),
+                (dict(full_block_idx=COUNTS[1]), "full_block_idx: expected it with"),
+            )
         ),
         (dense(**SELECTED, mask_mod=true), NotImplementedError, "mask_mod: got it beside gather"),
         (dense(**SELECTED, window_size=(3, 0)), NotImplementedError, "window_size: got it beside"),

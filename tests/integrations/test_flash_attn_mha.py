@@ -459,3 +459,53 @@ def test_calls_that_do_not_fit_the_caches():
         layer_of("grouped", True)(X[0], cu_seqlens=torch.tensor([0, 7]), max_seqlen=7)
     with pytest.raises(TypeError):
         layer_of("plain", True)(X, attention_mask=None)
+
+
+def params(lengths=None, offset=0):
+    return SimpleNamespace(
+        key_value_memory_dict={},
+        max_seqlen=9,
+        max_batch_size=4,
+        seqlen_offset=offset,
+        batch_size_offset=0,
+        lengths_per_sample=lengths,
+    )
+
+
+@pytest.mark.parametrize("use_flash_attn", [False, True])
+def test_a_step_without_a_cache_raises(use_flash_attn):
+    layer = mha.MHA(32, 4, causal=True, layer_idx=0, use_flash_attn=use_flash_attn)
+    with pytest.raises(ValueError, match="seqlen_offset: got 3 without a cache of layer 0"):
+        layer(torch.randn(2, 1, 32), inference_params=params(offset=3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rotated", [0, 8])
+def test_lengths_of_a_larger_batch(rotated):
+    """Of which lengths_per_sample may have more than the batch. Without use_flash_attn they raise:
+    a step is written at one place."""
+    given = dict(causal=True, layer_idx=0, rotary_emb_dim=rotated)
+    layer, plain = (mha.MHA(32, 4, use_flash_attn=x, **given) for x in (True, False))
+    x, lengths = torch.randn(2, 6, 32), torch.tensor([3, 5, 1, 2], dtype=torch.int32)
+    state = params()
+    layer(x[:, :5], inference_params=state)
+    state.seqlen_offset, state.lengths_per_sample = 5, lengths
+    out = layer(x[:, 5:], inference_params=state)
+    for b, n in enumerate(lengths[:2].tolist()):
+        tokens = torch.cat((x[b : b + 1, :n], x[b : b + 1, 5:]), 1)
+        torch.testing.assert_close(out[b, 0], layer(tokens)[0, -1])
+    state = params()
+    plain(x[:, :5], inference_params=state)
+    state.seqlen_offset, state.lengths_per_sample = 5, lengths
+    with pytest.raises(ValueError, match=r"lengths_per_sample: got .3, 5., expected 5"):
+        plain(x[:, 5:], inference_params=state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_flash_attn", [False, True])
+def test_one_graph_for_any_length(use_flash_attn):
+    layer = mha.MHA(32, 4, causal=True, rotary_emb_dim=8, use_flash_attn=use_flash_attn)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for length in (5, 7, 9):
+        x = torch.randn(2, length, 32)
+        torch.testing.assert_close(compiled(x), layer(x))

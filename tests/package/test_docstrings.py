@@ -49,6 +49,8 @@ UNCHECKED = {
     *("nn.SelfAttention", "nn.SinusoidalPositionalEncoding", "nn.record_weights"),
     *("nn.state_from_torch", "nn.state_to_torch"),
     *(f"flash_attn.bert_padding.{x}" for x in bert_padding.__all__),
+    *(f"flash_attn.{x}.get_scheduler_metadata" for x in ("flash_attn_3", "cute")),
+    "flash_attn.cute.BlockSparseTensorsTorch",
     *(f"flash_attn.mha.{x}Attention" for x in ("Cross", "FlashCross", "FlashSelf", "Self")),
     *("flash_attn.mha.MHA.allocate_inference_cache", "flash_attn.rotary.rotate_half"),
 }

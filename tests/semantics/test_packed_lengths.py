@@ -3,9 +3,11 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import fastattn
 from fastattn import Place
+from fastattn.api import prepare_packed
 from tests.support.backends import every_backend
 
 STORED, USED, KEYS = (5, 0, 9, 17), (3, 0, 9, 0), (20, 4, 0, 6)
@@ -125,10 +127,53 @@ WRONG = {
 }
 
 
+USED_FEWER = dict(row_lengths=torch.tensor(USED))
+WRONG |= {  # in the numbers of the caller's sequences
+    r"key_lengths: got shape \(1, 4\), expected \(B,\) = \(4,\)": USED_FEWER
+    | dict(key_lengths=torch.tensor([KEYS])),
+    "key_lengths: got 7 of sequence 3, expected a value in .0, 6.": USED_FEWER
+    | dict(key_lengths=torch.tensor([20, 4, 0, 7])),
+    r"cu_k: got shape \(1, 5\)": USED_FEWER | dict(cu_k=offsets(KEYS)[None]),
+    "cu_q: got 5 after 6, expected offsets that never fall": USED_FEWER
+    | dict(cu_q=torch.tensor([0, 6, 5, 14, 31])),
+    "cu_q: got 9 rows in sequence 2, expected at most max_q = 8": USED_FEWER | dict(max_q=8),
+    "place.item: got -1": USED_FEWER | dict(place=Place(item=-1)),
+    "cu_q: got list": dict(
+        causal=torch.tensor([True] * 4), cu_q=[0, 1], place=Place(bottom_right=True)
+    ),
+}
+
+
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_arguments_raise(message):
     with pytest.raises((TypeError, ValueError), match=message):
         fastattn.attention_packed(**batch() | WRONG[message])
+
+
+def test_a_mask_that_is_expanded_is_not_copied():
+    given, mask = batch(), torch.randn(4, 1, 1, max(KEYS), dtype=torch.float64)
+    wide = mask.expand(-1, H, max(STORED), -1)
+    used = torch.tensor(USED)
+    sizes = dict(max_q=max(STORED), max_k=max(KEYS))
+    where = given["cu_q"], given["cu_k"], None, *sizes.values(), None, None
+    t, _ = prepare_packed(*(given[x] for x in "qkv"), *where, dict(mask=wide), row_lengths=used)
+    assert t.mask.shape == (8, H, max(STORED), max(KEYS)) and t.mask.stride()[1:3] == (0, 0)
+    got, expected = (fastattn.attention_packed(**given, mask=x, **sizes) for x in (wide, mask))
+    torch.testing.assert_close(got, expected)
+
+
+def test_lengths_without_values():
+    """In a compiler, and under vmap."""
+    given = batch()
+    used = torch.tensor([USED, (1, 0, 2, 3)])
+    expected = [fastattn.attention_packed(**given, row_lengths=x) for x in used]
+    found = torch.vmap(lambda x: fastattn.attention_packed(**given, row_lengths=x))(used)
+    torch.testing.assert_close(found, torch.stack(expected))
+    given |= dict(row_lengths=used[0])
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) for name, x in given.items()}
+        out = fastattn.attention_packed(**fake, max_q=max(STORED), max_k=max(KEYS))
+    assert out.shape == expected[0].shape
 
 
 def test_a_padded_call_takes_no_tensor_for_causal():
