@@ -144,6 +144,8 @@ def attend_to_cache(
     rows = Tokens.of("cu_seqlens_q", cu_seqlens_q, q, B)
     Rows.of(q, qv, cu_seqlens_q, None, max_seqlen_q)  # raises before anything is written
     check_scales(B, q.shape[-2], cache.k.shape[2], scales)
+    if arguments["sinks"] is not None:
+        need_shape("s_aux", arguments["sinks"], (q.shape[-2],))
     if q.dtype != cache.k.dtype and cache.k.dtype not in STORAGE:
         raise ValueError(f"q.dtype: got {q.dtype}, expected {cache.k.dtype}, as k_cache has")
     new: Tokens | None = None

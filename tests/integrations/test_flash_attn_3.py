@@ -429,6 +429,7 @@ def test_an_error_leaves_the_cache_as_it_is():
     for wrong in (
         dict(qv=X[:, :, :3]),
         dict(k_descale=torch.ones(3, 4)),
+        dict(s_aux=torch.ones(3)),
         dict(cu_seqlens_q=torch.tensor([0, 2, 4])),
     ):
         k_cache, q = X.clone(), X[0] if "cu_seqlens_q" in wrong else X
