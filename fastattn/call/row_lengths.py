@@ -51,10 +51,11 @@ def with_row_lengths(row_lengths: Tensor, t: Tensors, o: Options) -> tuple[Tenso
         found["block_table"] = t.block_table.repeat_interleave(2, 0)
     if t.key_lengths is not None:
         found["key_lengths"] = _in_turn(t.key_lengths, torch.zeros_like(t.key_lengths))
-    for name, ndim in (("mask", 4), ("alibi_slopes", 2)):  # those that may differ by sequence
-        x = getattr(t, name)
-        if x is not None and x.ndim == ndim and x.shape[0] != 1:
-            found[name] = _each_twice(x)
+    # Those that may differ by sequence. A mask of one item is for all.
+    if t.mask is not None and t.mask.ndim == 4 and t.mask.shape[0] != 1:
+        found["mask"] = _each_twice(t.mask)
+    if t.alibi_slopes is not None and t.alibi_slopes.ndim == 2:
+        found["alibi_slopes"] = t.alibi_slopes.repeat_interleave(2, 0)
     return changed(t, **found), changed(o, at_item=2 * o.at_item)
 
 

@@ -85,6 +85,20 @@ def test_functions_see_the_sequences_of_the_caller():
         torch.testing.assert_close(out[i : i + rows], own[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("name", ["alibi_slopes", "mask", "causal"])
+def test_one_sequence(name):
+    """Its arguments have one item, too."""
+    q, k, v = torch.randn(3, 7, H, D, dtype=torch.float64)
+    x = dict(alibi_slopes=torch.rand(1, H), mask=torch.rand(1, H, 7, 7) > 0.3)
+    x["causal"] = torch.tensor([True])
+    given = dict(cu_q=offsets([7]), cu_k=offsets([7]), **{name: x[name]})
+    out = fastattn.attention_packed(q, k, v, **given, row_lengths=torch.tensor([5]))
+    alone = dict(x, mask=x["mask"][:, :, :5], causal=True)[name]
+    rows = [y.transpose(0, 1)[None] for y in (q[:5], k, v)]
+    expected = fastattn.attention(*rows, **{name: alone})[0].transpose(0, 1)
+    torch.testing.assert_close(out[:5], expected)
+
+
 def test_both_together_have_gradients():
     given, used = batch(), torch.tensor(USED, dtype=torch.int32)
     leaves = [given[name].requires_grad_() for name in "qkv"]
