@@ -12,7 +12,7 @@ from tests.support.checkout import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-MAKES = r"^(?:(?:def|class) {0}\b|\s*from torch\..+ import \w+ as {0}$)"
+MAKES = r"^(?:(?:def|class) {0}\b|{0} = \w+|\s*from torch\..+ import \w+ as {0}$)"
 LISTS = DOCS / "index.md", DOCS / "reference" / "index.md"
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="no docs: not a checkout")
