@@ -15,7 +15,7 @@ class Names:
     """
 
     def __init__(self, owner: str) -> None:
-        """owner: the module whose own names stay as they are."""
+        """owner: the module that keeps its own names as they are."""
         self._owner = owner
         # Every name that was ever bound to the function, with the dictionary of its module; those
         # that the last `rebind` bound; and what `_references` was after it.

@@ -48,7 +48,7 @@ class BlockSparseTensorsTorch(NamedTuple):
     """The blocks of keys that each block of rows sees; those that no list has are hidden.
 
     Args:
-        mask_block_cnt: The number of blocks on whose keys mask_mod decides.
+        mask_block_cnt: The number of blocks in which mask_mod decides on each key.
         mask_block_idx: Which blocks these are, the first ones of each list.
         full_block_cnt: The number of blocks of which every key is seen.
         full_block_idx: Which blocks these are.

@@ -145,7 +145,7 @@ class ScoreModAt:
     def _of_loads(
         self, name: str, floats_t: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each load whose derivative of this name is not 0: its index, and the derivative."""
+        """Of each load with a derivative of this name other than 0: its index, and that."""
         wanted = [(x.index, getattr(x, name)) for x in self.derived.loads]
         wanted = [x for x in wanted if x[1] is not None]
         values = self._at(*(y for x in wanted for y in x), floats_t=floats_t)

@@ -127,7 +127,7 @@ def test_compiled(name):
 
 
 def test_a_row_is_captured_once():
-    """Each element is a load of the tensor itself, whose elements are not read."""
+    """Each element is a load of the tensor itself. Tracing reads no element."""
     for name in ("norm", "unpacked", "a loop"):
         traced = trace_score_mod(SCORES[name])
         assert [x is POS for x in traced.tensors] == [True]
