@@ -23,7 +23,7 @@ from .backends.shared.per_sequence import longest
 from .backends.shared.value_checks import check_values, checks_values
 from .backends.triton.runtime import unavailable as triton_unavailable
 from .call.argument_hints import by_position
-from .call.causal_sequences import with_causal_sequences
+from .call.causal_sequences import causal_mask_mod
 from .call.constants import constant
 from .call.int4 import INT4
 from .call.need import alignment, flag, need_a_tensor, need_dense, real, whole
@@ -693,8 +693,7 @@ def prepare_packed(
             check_values(describe(t, o), t)
             row_lengths_in_range(row_lengths, t)
     if isinstance(causal, Tensor):
-        mask_mod = with_causal_sequences(causal, row_lengths, t, o, functions["mask_mod"])
-        functions["mask_mod"] = mask_mod
+        functions["mask_mod"] = causal_mask_mod(causal, row_lengths, t, o, functions["mask_mod"])
     if row_lengths is not None:
         t, o = with_row_lengths(row_lengths, t, o)
         functions = {
@@ -702,7 +701,7 @@ def prepare_packed(
             "mask_mod": mask_mod_of(functions["mask_mod"]),
         }
     if any(functions.values()):
-        return _with_functions(t, o, functions["score_mod"], functions["mask_mod"])
+        return _with_functions(t, o, **functions)
     return t, o
 
 

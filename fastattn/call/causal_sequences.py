@@ -11,7 +11,7 @@ from .need import need
 from .spec import MaskMod, Options, Tensors
 
 
-def with_causal_sequences(
+def causal_mask_mod(
     causal: Tensor,
     row_lengths: Tensor | None,
     t: Tensors,

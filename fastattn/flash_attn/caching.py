@@ -20,6 +20,7 @@ from .sequences import (
     Tokens,
     attend_sequences,
     check_scales,
+    need_queries,
 )
 from .translation import Arguments, dense
 
@@ -80,10 +81,9 @@ class Cache(NamedTuple):
             length = self.capacity if cache_seqlens is None else cache_seqlens
             cache_seqlens = torch.full((batch,), length, device=self.k.device)
         need_integers("cache_seqlens", cache_seqlens, (batch,))
-        told = "" if isinstance(new, int) and new == 0 else ", new ones among them"
-        if isinstance(new, int) and new:
-            told = f", {new} new ones among them"
-        room = f"{self.capacity} keys fit" + told
+        count = f"{new} " if isinstance(new, int) else ""
+        told = "" if count == "0 " else f", {count}new ones among them"
+        room = f"{self.capacity} keys fit{told}"
         return within("cache_seqlens", cache_seqlens, self.capacity - new, room)
 
     def looked_at(self, lengths: Tensor) -> Cache:
@@ -141,8 +141,9 @@ def attend_to_cache(
     """Append k and v, then attend: out and LSE, (B,M,H,Dv) and (B,H,M) of q (B,M,H,D), or (T,H,Dv)
     and (H,T) of q (T,H,D)."""
     B = len(cache.table)
-    rows = Tokens.of("cu_seqlens_q", cu_seqlens_q, q, B)
-    Rows.of(q, qv, cu_seqlens_q, None, max_seqlen_q)  # raises before anything is written
+    # What raises does so before anything is written.
+    need_queries(q, qv, cu_seqlens_q)
+    packed = None if cu_seqlens_q is None else Tokens.of("cu_seqlens_q", cu_seqlens_q, q, B)
     check_scales(B, q.shape[-2], cache.k.shape[2], scales)
     if arguments["sinks"] is not None:
         need_shape("s_aux", arguments["sinks"], (q.shape[-2],))
@@ -156,6 +157,7 @@ def attend_to_cache(
                 "them"
             )
         _need_like_cache(k, v, cache, cu_seqlens_k_new is not None)
+        assert k is not None
         new = Tokens.of("cu_seqlens_k_new", cu_seqlens_k_new, k, B)
     elif cu_seqlens_k_new is not None:
         raise ValueError("cu_seqlens_k_new: got it without k and v, expected both, or None")
@@ -169,13 +171,14 @@ def attend_to_cache(
         if rotary_seqlens is not None:
             need_integers("rotary_seqlens", rotary_seqlens, (B,))
             first = rotary_seqlens.long()
+        rows = packed or Tokens.of("cu_seqlens_q", None, q)
         q, k = _rotated(q, k, rows, new, first, rotation, together)
     if k is not None and v is not None and new is not None:
-        cache.append(k, v, before[new.item] + new.step, new.item)
+        cache.append(k, v, new.of_each(before) + new.step, new.item)
     in_eight_bits = any(x.dtype in STORAGE for x in (q, cache.k))
     with in_their_names(k="k_cache", v="v_cache", key_lengths="cache_seqlens"):
         plain = cache.is_plain and scales == NO_SCALES and not in_eight_bits
-        if plain and cu_seqlens_q is None:
+        if plain and packed is None:
             given = arguments | functions.of(q.shape[1], lengths) | dict(key_lengths=lengths)
             return dense(q, cache.k[:B], cache.v[:B], given, qv=qv)[:2]
         keys, values, (table, counts) = cache.pages(lengths)
@@ -235,7 +238,7 @@ def _rotated(
         raise ValueError(f"rotary_sin: got shape {tuple(sin.shape)}, expected {expected}")
 
     def turn(x: Tensor, tokens: Tokens, still: bool) -> Tensor:
-        at = first[tokens.item] + tokens.step * (not still)
+        at = tokens.of_each(first) + tokens.step * (not still)
         at = within("rotary_cos", at, len(cos) - 1, "the positions it has")
         return rotate(x, cos[at][..., None, :], sin[at][..., None, :], interleaved)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,3 +89,8 @@ def within(name: str, x: Tensor, last: int | Tensor, why: str = "") -> Tensor:
 
 def clamped(x: Tensor, high: Tensor) -> Tensor:
     return torch.minimum(x, high).clamp(min=0)
+
+
+def whole_or_none(x: Any) -> Any:
+    """A number that may be a tensor of one element."""
+    return int(x.item()) if isinstance(x, Tensor) else x

@@ -24,7 +24,7 @@ from ..call.qv import joined
 from ..call.spec import MaskMod, ScoreMod
 from ..dropin.flex_blocks import mask_mod_of
 from ..selection.attend import attention_selected
-from .checks import in_their_names, need_integers, need_shape, within
+from .checks import in_their_names, need_integers, within
 from .flash_attn_3 import flash_attn_combine as combine_of_3
 from .flash_attn_3 import get_scheduler_metadata
 from .sequences import Count, Functions, Keys, Rows, Tokens, attend, each, say_once
@@ -564,7 +564,6 @@ def _gathered(
     page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and LSE of rows that attend to the keys of these places in their sequence."""
-    need_shape("k", k, (*k.shape[:-2], "heads", "head_dim"))
     if page_table is not None:
         raise NotImplementedError(
             "page_table: got it beside gather_kv_indices, expected keys that are not in pages"

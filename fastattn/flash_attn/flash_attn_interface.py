@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..call.need import need_constant
 from .caching import Cache, attend_to_cache
-from .checks import in_their_names, need_integers, need_shape
+from .checks import in_their_names, need_integers, need_shape, whole_or_none
 from .translation import Results, arguments_of, dense, packed
 
 __all__ = [
@@ -271,9 +271,7 @@ def flash_attn_varlen_func(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         need_integers(name, x, ("batch + 1",))
     where = cu_seqlens_k if block_table is None else (block_table, cu_seqlens_k.diff())
-    max_q, max_k = (
-        int(x.item()) if isinstance(x, Tensor) else x for x in (max_seqlen_q, max_seqlen_k)
-    )
+    max_q, max_k = whole_or_none(max_seqlen_q), whole_or_none(max_seqlen_k)
     with in_their_names(key_lengths="cu_seqlens_k"):
         results = packed(q, k, v, cu_seqlens_q, where, max_q, max_k, arguments, return_attn_probs)
     return results if return_attn_probs else results[0]

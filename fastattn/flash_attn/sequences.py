@@ -4,6 +4,7 @@ functions that are a mask_mod and a score_mod here."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ..api import attention_packed
+from ..backends.shared.value_checks import check_order
 from ..call.need import need_constant
 from ..call.quantisation import STORAGE
 from ..call.spec import MaskMod, ScoreMod
-from .checks import in_their_names, need_integers, need_shape
+from ..dropin.flex_blocks import both
+from .checks import in_their_names, need_integers, need_shape, whole_or_none
 from .translation import Arguments, dense
 
 Count = int | Tensor  # one for all sequences, or (B,)
@@ -39,6 +42,8 @@ class Functions(NamedTuple):
 
     def of(self, rows: Count, keys: Count) -> Arguments:
         """The arguments of a call of this many rows and keys."""
+        if self == NO_FUNCTIONS:
+            return {}
         masks: list[MaskMod] = []
         ahead = keys - rows  # row i is at i' = i + ahead
         if self.chunk:
@@ -54,7 +59,7 @@ class Functions(NamedTuple):
             masks.append(self.mask_mod(rows, keys))
         found: Arguments = {}
         if masks:
-            found["mask_mod"] = _all_of(masks)
+            found["mask_mod"] = functools.reduce(both, masks)
         if self.score_mod is not None:
             found["score_mod"] = self.score_mod(rows, keys)
         return found
@@ -66,14 +71,6 @@ NO_FUNCTIONS = Functions()
 def each(x: Count, b: Any) -> Any:
     """That of sequence b."""
     return x[b] if isinstance(x, Tensor) else x
-
-
-def _all_of(masks: list[MaskMod]) -> MaskMod:
-    first, *others = masks
-    if not others:
-        return first
-    rest = _all_of(others)
-    return lambda b, h, i, j: first(b, h, i, j) & rest(b, h, i, j)
 
 
 class Rows(NamedTuple):
@@ -97,19 +94,13 @@ class Rows(NamedTuple):
         seqused_q: Tensor | None,
         max_seqlen_q: int | None,
     ) -> Rows:
+        need_queries(q, qv, cu_seqlens_q)
         if cu_seqlens_q is None:
-            need_shape("q", q, ("batch", "seqlen", "heads", "head_dim"))
-            B, M, H = q.shape[:3]
-            if qv is not None:
-                need_shape("qv", qv, (B, M, H, "head_dim"))
+            B, M = q.shape[:2]
             cu = M * torch.arange(B + 1, device=q.device)
             flat = [None if x is None else x.flatten(0, 1) for x in (q, qv)]
             rows = cls(flat[0], flat[1], cu, seqused_q, M, (B, M))  # ty: ignore
         else:
-            need_shape("q", q, ("total", "heads", "head_dim"))
-            if qv is not None:
-                need_shape("qv", qv, (*q.shape[:2], "head_dim"))
-            need_offsets("cu_seqlens_q", cu_seqlens_q)
             most = whole_or_none(max_seqlen_q)
             if seqused_q is not None:  # theirs may be that of the rows that are used
                 most = None if q.device.type == "cpu" else len(q)
@@ -194,21 +185,21 @@ class Tokens(NamedTuple):
     step: Tensor
     counts: Tensor | int
 
+    def of_each(self, x: Tensor) -> Tensor:
+        """Of each token, that of its sequence in x (B,)."""
+        return x[:, None] if self.item.ndim == 2 else x[self.item]
+
     @classmethod
-    def of(cls, name: str, cu: Tensor | None, x: Any, batch: int | None = None) -> Tokens:
+    def of(cls, name: str, cu: Tensor | None, x: Tensor, batch: int | None = None) -> Tokens:
         """cu: the offsets `name`, if x is packed. Raise on a CPU unless they are those of x."""
-        device = getattr(x, "device", None)
         if cu is None:
-            B, n = x.shape[:2] if isinstance(x, Tensor) and x.ndim > 1 else (0, 0)
-            item = torch.arange(B, device=device)[:, None]
-            return cls(item, torch.arange(n, device=device), n)
+            B, n = x.shape[:2]
+            item = torch.arange(B, device=x.device)[:, None]
+            return cls(item, torch.arange(n, device=x.device), n)
         need_offsets(name, cu, batch)
-        if cu.device.type == "cpu" and isinstance(x, Tensor):
-            offsets = cu.tolist()
-            if offsets[0] or offsets[-1] != len(x) or offsets != sorted(offsets):
-                expected = f"offsets that begin with 0, never fall, and end with {len(x)}"
-                raise ValueError(f"{name}: got {offsets}, expected {expected}")
-        at = torch.arange(len(x), device=device)
+        if cu.device.type == "cpu":
+            check_order(name, cu, len(x), "the packed tensor")
+        at = torch.arange(len(x), device=x.device)
         item = torch.searchsorted(cu[1:].contiguous(), at, right=True).clamp(max=len(cu) - 2)
         return cls(item, at - cu[item], cu.diff().long())
 
@@ -254,7 +245,9 @@ def attend_sequences(
 ) -> tuple[Tensor, Tensor]:
     """As `attend`."""
     q, qv, after = _scaled(rows, keys, scales)
-    given = arguments | functions.of(rows.counts, keys.counts)
+    given: Arguments = dict(arguments)
+    if functions != NO_FUNCTIONS:
+        given |= functions.of(rows.counts, keys.counts)
     given |= dict(max_q=rows.longest, max_k=keys.longest, qv=qv, row_lengths=rows.used)
     if keys.k.dtype in STORAGE:
         one = torch.ones((), device=q.device)
@@ -312,6 +305,16 @@ def _scaled(rows: Rows, keys: Keys, scales: Scales) -> tuple[Tensor, Tensor | No
     return scaled, None if qv is None else times(qv, of_q, of_values), of_values
 
 
+def need_queries(q: Tensor, qv: Tensor | None, cu_seqlens_q: Any) -> None:
+    """Raise unless q and qv are padded, or packed if there are offsets."""
+    axes = ("batch", "seqlen") if cu_seqlens_q is None else ("total",)
+    need_shape("q", q, (*axes, "heads", "head_dim"))
+    if qv is not None:
+        need_shape("qv", qv, (*q.shape[:-1], "head_dim"))
+    if cu_seqlens_q is not None:
+        need_offsets("cu_seqlens_q", cu_seqlens_q)
+
+
 def check_scales(B: int, H: int, Hk: int, scales: Scales) -> None:
     """Raise unless heads divide, and scales are (B,Hk) without a gradient."""
     if Hk < 1 or H % Hk:
@@ -327,11 +330,6 @@ def need_offsets(name: str, cu: Any, batch: int | None = None) -> None:
     need_integers(name, cu, ("batch + 1",) if batch is None else (batch + 1,))
     if not len(cu):
         raise ValueError(f"{name}: got no offset, expected the first one, 0, and one per sequence")
-
-
-def whole_or_none(x: Any) -> int | None:
-    """A number that may be a tensor of one element."""
-    return int(x.item()) if isinstance(x, Tensor) else x
 
 
 def say_once(**given: Any) -> None:

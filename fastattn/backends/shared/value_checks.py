@@ -69,8 +69,19 @@ def _check_pages(spec: AttentionSpec, pages: Tensor, lengths: Tensor) -> None:
 
 
 def _check_offsets(name: str, cu: Tensor, total: int, most_name: str, most: int) -> None:
-    offsets = cu.tolist()
     rows, what = {"cu_q": ("q", "rows"), "cu_k": ("k", "keys")}[name]
+    for b, (first, end) in enumerate(itertools.pairwise(check_order(name, cu, total, rows))):
+        if end - first > most:
+            raise ValueError(
+                f"{name}: got {end - first} {what} in sequence {b}, expected at most {most_name} = "
+                f"{most}; {most_name}=None finds the longest"
+            )
+
+
+def check_order(name: str, cu: Tensor, total: int, rows: str) -> list[int]:
+    """The offsets of sequences of a tensor `rows`, which has this many in total; raise ValueError
+    unless they begin with 0, never fall, and end with `total`."""
+    offsets = cu.tolist()
     if offsets[0] != 0:
         raise ValueError(f"{name}: got {offsets[0]} first, expected 0")
     if offsets[-1] != total:
@@ -78,13 +89,7 @@ def _check_offsets(name: str, cu: Tensor, total: int, most_name: str, most: int)
             f"{name}: got {offsets[-1]} last, expected {total}, the rows of {rows}; B sequences "
             "have B + 1 offsets"
         )
-    steps = list(itertools.pairwise(offsets))
-    for first, end in steps:
+    for first, end in itertools.pairwise(offsets):
         if end < first:
             raise ValueError(f"{name}: got {end} after {first}, expected offsets that never fall")
-    for b, (first, end) in enumerate(steps):
-        if end - first > most:
-            raise ValueError(
-                f"{name}: got {end - first} {what} in sequence {b}, expected at most {most_name} = "
-                f"{most}; {most_name}=None finds the longest"
-            )
+    return offsets
