@@ -23,7 +23,9 @@ import zipfile
 from wheels import BUILD, ROOT, THIS, Failed, borrow_torch, make_environment, run, run_steps, wheel
 
 NAME = "fastattn"
-VERSION = 0  # the hub's number for an interface that may change
+# The hub's number of the interface, which changes where a call that ran would no longer run.
+# transformers loads version 1 of a kernel, unless the name that it gets has a revision.
+VERSION = 1
 LICENSE = "mit"
 REPOSITORY = BUILD / "hub" / NAME
 PYTHON = (".py", ".pyi")
@@ -91,6 +93,50 @@ for found in (cpu, triton):
     worst = [(x - y).abs().max().item() for x, y in zip((out, *mine), (expected, *grads))]
     assert max(worst) < 1e-5, (backend, worst)
     print(f"{backend}: {worst[0]:.1e} forward, {max(worst[1:]):.1e} backward")
+"""
+MODEL = """
+import importlib.metadata, importlib.util, sys
+if importlib.util.find_spec("transformers") is None:
+    sys.exit(print("not run: transformers is not installed"))
+import kernels, torch, transformers
+from transformers.utils import import_utils
+note = f"transformers {transformers.__version__}, kernels {kernels.__version__}"
+if not import_utils.is_kernels_available():  # it asks for another version, and calls only this
+    installed, asked = importlib.metadata.version, import_utils.KERNELS_MIN_VERSION
+    importlib.metadata.version = lambda x: asked if x == "kernels" else installed(x)
+    getattr(import_utils.is_kernels_available, "cache_clear", lambda: None)()
+    note += f" in place of {asked}"
+transformers.logging.set_verbosity_error()
+torch.manual_seed(0)
+sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+config = transformers.LlamaConfig(num_key_value_heads=2, vocab_size=97, **sizes)
+transformers.LlamaForCausalLM(config).save_pretrained("model")
+load = transformers.AutoModelForCausalLM.from_pretrained
+mine, eager = load("model", attn_implementation="owner/name"), load("model")
+eager.set_attn_implementation("eager")
+ids, mask = torch.randint(3, 97, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+mask[0, :5] = 0
+options = dict(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+def results(model):
+    logits = model(ids, attention_mask=mask).logits[mask.bool()]
+    logits.square().mean().backward()
+    return logits, [x.grad for x in model.parameters()]
+torch.testing.assert_close(results(mine), results(eager), atol=1e-4, rtol=1e-4)
+tokens = [x.generate(ids, attention_mask=mask, **options) for x in (mine, eager)]
+assert torch.equal(*tokens)
+prompts = [x[m.bool()].tolist() for x, m in zip(ids, mask)]
+found = mine.generate_batch(
+    prompts,
+    generation_config=transformers.GenerationConfig(**options),
+    continuous_batching_config=transformers.ContinuousBatchingConfig(
+        num_blocks=32, page_size=8, max_batch_tokens=32, auto_switch_to_flash=False),
+    progress_bar=False,
+)
+assert [x.generated_tokens for x in found.values()] == tokens[1][:, 12:].tolist()
+assert mine.config._attn_implementation == "owner/name"
+(loaded,) = kernels.get_loaded_kernels()
+assert loaded.module.flash_attn_forward is transformers.AttentionInterface()["owner/name"]
+print(note)
 """
 
 
@@ -232,7 +278,8 @@ def make_tools():
 
 
 def parse():
-    """`kernels` parses build.toml and each variant's name and metadata, and finds its hashes."""
+    """`kernels` parses build.toml and each variant's name and metadata, and finds its hashes: also
+    after it ran, for it refuses a variant to which a file was added."""
     return f"kernels {run(tool_python(), '-c', PARSE, REPOSITORY).strip()}"
 
 
@@ -245,7 +292,15 @@ def load():
     return "; ".join(run(*given, cwd=BUILD / "hub", TRITON_INTERPRET="1").splitlines())
 
 
-STEPS = (make_tools, of_wheel, check_imports, check_libraries, parse, load)
+def run_model():
+    """transformers loads the repository as the hub's owner/name: logits, gradients and generated
+    tokens, also of batches that change, are those of eager attention."""
+    environment = dict(LOCAL_KERNELS=f"owner/name={REPOSITORY}", HF_HUB_OFFLINE="1")
+    printed = run(tool_python(), "-Wignore", "-c", MODEL, cwd=BUILD / "hub", **environment)
+    return next(x for x in printed.splitlines() if x.startswith(("transformers ", "not run")))
+
+
+STEPS = (make_tools, of_wheel, check_imports, check_libraries, load, run_model, parse)
 
 if __name__ == "__main__":
     sys.exit(run_steps(STEPS))

@@ -86,6 +86,8 @@ def __dir__() -> list[str]:
 
 # Makers of mask_mods of torch's. Importing their module takes longer than the other names do.
 _TORCHS = ("and_masks", "or_masks")
+# What transformers looks for in a kernel of the hub. Importing their module imports transformers.
+_OF_THE_HUB = ("flash_attn_forward", "supports_flash_attn")
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import and_masks as and_masks
@@ -102,6 +104,9 @@ else:
             return importlib.import_module(".distributed", __name__)
         if name in _TORCHS:
             return getattr(importlib.import_module("torch.nn.attention.flex_attention"), name)
+        if name in _OF_THE_HUB:
+            hub = importlib.import_module(".integrations.transformers_hub", __name__)
+            return getattr(hub, name)
         if name == "__version__":
             from importlib.metadata import PackageNotFoundError
             from importlib.metadata import version as installed

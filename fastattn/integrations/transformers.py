@@ -67,7 +67,7 @@ def register() -> None:
     for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, make_mask)):
         _replace(interface._global_mapping, function)
     _wrap(PreTrainedModel, "get_correct_attn_implementation", _refusing)
-    for owner, name, wrapper in hooks(NAME):
+    for owner, name, wrapper in hooks(attend):
         _wrap(owner, name, wrapper)
 
 
@@ -171,14 +171,32 @@ def _why_not(kind: Any) -> str | None:
     for base in kind.__mro__:  # a class of a notebook has no source; its base has
         if base is PreTrainedModel:
             break
-        try:
-            source = inspect.getsource(sys.modules[base.__module__])
-        except (KeyError, OSError, TypeError):
+        if (source := _source_beside(base)) is None:
             continue
         if not base._can_set_attn_implementation() or re.search(_OWN, source):
             break
-        if re.search(_KEEPS, source) and not re.search(_GIVES, source, re.MULTILINE):
-            return _PICKS
-        reasons = (why for sign, why in _ELSE.items() if re.search(sign, source, re.MULTILINE))
-        return next(reasons, None)
+        return _differs(source)
     return "this one computes its own attention and would never call fastattn"
+
+
+@functools.cache
+def why_not_layer(kind: type) -> str | None:
+    """The reason why a model with attention layers of this class needs attention that is not that
+    of the interface, or None."""
+    sources = (_source_beside(base) for base in kind.__mro__)
+    return next((_differs(x) for x in sources if x is not None), None)
+
+
+def _source_beside(kind: type) -> str | None:
+    """The source of the module of a class. None: it has none."""
+    try:
+        return inspect.getsource(sys.modules[kind.__module__])
+    except (KeyError, OSError, TypeError):
+        return None
+
+
+def _differs(source: str) -> str | None:
+    if re.search(_KEEPS, source) and not re.search(_GIVES, source, re.MULTILINE):
+        return _PICKS
+    reasons = (why for sign, why in _ELSE.items() if re.search(sign, source, re.MULTILINE))
+    return next(reasons, None)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from ..api import attention_packed
@@ -23,11 +24,12 @@ from .transformers_forms import VERSIONS
 Hook = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
-def hooks(name: str) -> list[Hook]:
-    """Wrappers that make transformers' batch manager accept the implementation `name`.
+def hooks(attention: Callable[..., Any]) -> list[Hook]:
+    """Wrappers that make transformers' batch manager accept implementations: all names for which
+    `attention` is registered.
 
     The list is empty if transformers does not have all of these functions: its manager then refuses
-    the name.
+    the names.
     """
     try:
         from transformers.generation.continuous_batching import (
@@ -38,20 +40,29 @@ def hooks(name: str) -> list[Hook]:
         )
     except ImportError:
         return []
-    counted = functools.partial(_counted_as_flash, name)
-    tables = functools.partial(_on_any_device, name)
+    ours = functools.partial(runs, attention)
+    counted = functools.partial(_counted_as_flash, ours)
+    tables = functools.partial(_on_any_device, ours)
     hooks: list[Hook] = [
         (continuous_api, "is_flash_attention_requested", counted),
         (cache, "is_flash_attention_requested", counted),
         (initialization, "ensure_decode_fast_path_is_available", tables),
-        (model_runner.ModelRunner, "compute_batch", functools.partial(_reaching_us, name)),
+        (model_runner.ModelRunner, "compute_batch", functools.partial(_reaching_us, ours)),
     ]
     return hooks if all(hasattr(owner, what) for owner, what, _ in hooks) else []
 
 
-def _counted_as_flash(name: str, original: Callable) -> Callable:
-    """Count `name` as flash-attn. Otherwise the manager would replace or refuse the implementation,
-    and the cache would reserve memory for a mask and for repeated heads."""
+def runs(attention: Callable[..., Any], name: str | None) -> bool:
+    """Whether transformers calls `attention` for the implementation `name`."""
+    return AttentionInterface._global_mapping.get(name) is attention
+
+
+Ours = Callable[[str | None], bool]  # is this the name of one of our implementations?
+
+
+def _counted_as_flash(ours: Ours, original: Callable) -> Callable:
+    """Count our names as flash-attn. Otherwise the manager would replace or refuse the
+    implementation, and the cache would reserve memory for a mask and for repeated heads."""
 
     @functools.wraps(original)
     def is_flash_attention_requested(
@@ -60,20 +71,20 @@ def _counted_as_flash(name: str, original: Callable) -> Callable:
         asked = requested_attention_implementation
         if config is not None and asked is None:
             asked = config._attn_implementation
-        if asked == name and version is None:
+        if version is None and ours(asked):
             return True
         return original(config, requested_attention_implementation, version)
 
     return is_flash_attention_requested
 
 
-def _on_any_device(name: str, original: Callable) -> Callable:
+def _on_any_device(ours: Ours, original: Callable) -> Callable:
     """Allow block tables for steps of one row each on every device; transformers allows them only
     on GPUs. Sliding-window layers keep keys in a ring and have no block table."""
 
     @functools.wraps(original)
     def ensure_decode_fast_path_is_available(config, cb_config, user_requested):
-        if config._attn_implementation != name or not _has_tables(config):
+        if not ours(config._attn_implementation) or not _has_tables(config):
             original(config, cb_config, user_requested)
 
     return ensure_decode_fast_path_is_available
@@ -109,7 +120,7 @@ def is_paged(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("write_index") is not None
 
 
-def _reaching_us(name: str, original: Callable) -> Callable:
+def _reaching_us(ours: Ours, original: Callable) -> Callable:
     """Tell attention which cache a batch has. Raise for a model that does not pass the batch's
     arguments to its attention: its rows would attend to nothing but the rows of the batch."""
 
@@ -124,7 +135,8 @@ def _reaching_us(name: str, original: Callable) -> Callable:
             lacking = error
         finally:
             _running.reset(before)
-        if self.cache.config._attn_implementation == name and self.cache not in _reached:
+        name = self.cache.config._attn_implementation
+        if ours(name) and self.cache not in _reached:
             raise NotImplementedError(
                 f"attn_implementation: got {name!r} for {type(model).__name__} in continuous "
                 "batching, expected a model that passes the paged cache to its attention, which "

@@ -1,8 +1,13 @@
 """The repository for Hugging Face's hub: its copies of the package are complete, load from any path
 under names of their own, and run beside each other and beside the installed package."""
 
-import importlib
+import base64
+import hashlib
+import inspect
+import json
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +16,14 @@ import pytest
 
 import fastattn
 from fastattn.backends.native import libraries
-from tests.support.checkout import ROOT
+from tests.support import hub as support
 
 pytestmark = pytest.mark.skipif(
     libraries.cpu_unavailable() is not None, reason="the native library was not built"
 )
 
-# What the importer of `kernels` does with the folder of a variant.
-IMPORTER = """
-import importlib.util, json, sys
-
-def load(folder):
-    name = json.loads((folder / "metadata.json").read_text())["id"]
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-"""
+IMPORTER = "from __future__ import annotations\nimport importlib.util, json, sys\n"
+IMPORTER += inspect.getsource(support.load)
 CALLS = """
 import importlib, sys
 from pathlib import Path
@@ -81,18 +77,14 @@ print(installed().path)
 @pytest.fixture(scope="module")
 def hub():
     """The script that lays out the repository."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(ROOT / ".ci"), *sys.path])
-        return importlib.import_module("hub")
+    return support.script()
 
 
 @pytest.fixture(scope="module")
 def variants(hub, tmp_path_factory):
     """The folders of the variants in which the installed package is laid out."""
     to = tmp_path_factory.mktemp("hub") / "fastattn"
-    folders = map(Path, importlib.import_module("fastattn.kernels").__path__)
-    kernels = next(x for x in folders if (x / "tile.py").exists())
-    hub.lay_out(Path(fastattn.__file__).parent, kernels, libraries.cpu().path.parent, to)
+    support.lay_out(to)
     return to / "build" / hub.cpu_variant(), to / "build" / "torch-cuda"
 
 
@@ -106,6 +98,75 @@ def test_copies_run_beside_each_other_and_beside_the_installed_package(variants,
     assert done.returncode == 0, done.stdout + done.stderr
     mine, installed = map(Path, done.stdout.splitlines())
     assert mine.is_relative_to(variants[0]) and not installed.is_relative_to(variants[0])
+    for folder in variants:  # nothing was written there, which `kernels` would refuse to load
+        assert digest(folder) == json.loads((folder / "metadata.json").read_text())["digest"]
+
+
+def digest(folder):
+    """What the rules of the hub say of a variant's files: all but bytecode, and the metadata."""
+    paths = [x for x in folder.rglob("*") if x.is_file() and x.suffix != ".pyc"]
+    found = {str(x.relative_to(folder)): x.read_bytes() for x in paths}
+    del found["metadata.json"]
+    hashes = {x: base64.b64encode(hashlib.sha256(y).digest()) for x, y in found.items()}
+    return dict(algorithm="sha256", files={x: y.decode() for x, y in hashes.items()})
+
+
+def test_metadata_follow_the_rules_of_the_hub(hub, variants):
+    identifiers = set()
+    for folder in variants:
+        metadata = json.loads((folder / "metadata.json").read_text())
+        assert re.fullmatch("[a-z][-a-z0-9]*[a-z0-9]", metadata["name"])
+        assert metadata["id"].isidentifier() and metadata["license"] == "mit"
+        # transformers loads version 1 of a kernel, unless the name has a revision.
+        assert metadata["version"] == hub.VERSION == 1
+        assert metadata["python-depends"] == metadata["kernel-depends"] == []
+        assert metadata["digest"] == digest(folder)
+        identifiers.add(metadata["id"])
+    assert len(identifiers) == 2
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.14.1"])
+def test_every_supported_torch_finds_the_variant_of_cpus(hub, variants, version):
+    names = [x.name for x in variants]
+    assert support.choose(names, version, platform.machine()) == hub.cpu_variant()
+    assert support.choose(names, version, "riscv64") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch-stable-abi99-cpu-x86_64-linux",  # a newer torch
+        "torch-stable-abi28-cpu-aarch64-linux",
+        "torch-stable-abi28-cu128-x86_64-linux",
+        "torch28-cpu-x86_64-linux",  # that torch alone
+        "torch-stable-abi28-x86_64-linux",
+        "torch-stable-abi28-cpu-x86_64-darwin",
+        "torch-cuda",
+    ],
+)
+def test_other_names_are_not_found(name):
+    assert support.choose([name], "2.13.0", "x86_64") is None
+
+
+def test_the_stand_in_chooses_as_kernels_does():
+    variants = pytest.importorskip("kernels.variants", reason="kernels is not installed")
+    from kernels.backends import CPU
+    from packaging.version import Version
+
+    names = [
+        *("torch-stable-abi28-cpu-x86_64-linux", "torch-stable-abi211-cpu-x86_64-linux"),
+        *("torch213-cxx11-cpu-x86_64-linux", "torch213-cpu-x86_64-linux", "torch-cuda"),
+        *("torch-cpu", "torch-universal", "torch-stable-abi28-cpu-aarch64-linux"),
+    ]
+    for version in ("2.8", "2.11", "2.13"):
+        for left_out in range(len(names) + 1):
+            left = names[left_out:]
+            found, _ = variants._resolve_variant_for_system(
+                [variants.parse_variant(x) for x in left],
+                *(CPU(), "x86_64", "linux", Version(version), True, None),
+            )
+            expected = found[0].variant_str if found else None
+            assert support.choose(left, version, "x86_64") == expected
 
 
 def test_a_variant_has_every_module_but_the_programs(variants):
