@@ -83,13 +83,13 @@ bench: setup
 	@$(PYTHON) -m bench $(if $(call on,FULL),--full) $(if $(call on,SAVE),--save) $(ARGS)
 
 # Tests run in two processes, where pytest-xdist is. The interpreter is chosen when Triton is
-# imported: a run of its own, of the folders that have fast tests of it. Status 5, no test collected,
-# is no failure there: ARGS may name tests that have nothing to interpret.
+# imported: a run of its own, of the files that have its mark. Status 5, no test collected, is no
+# failure there: ARGS may name tests that have nothing to interpret.
 WORKERS ?= 2
 XDIST = $$($(PYTHON) -c 'import importlib.util as u; \
 	print("-n$(WORKERS) --dist=worksteal" * bool(u.find_spec("xdist")))')
 PYTEST = $(PYTHON) -m pytest $(XDIST) --durations=20
-INTERPRETED := tests/features tests/triton
+INTERPRETED = $(shell grep -rl --include='test_*.py' 'mark\.interpreter' tests)
 INTERPRET = TRITON_INTERPRET=1 $(PYTEST) -m
 
 # The mark `slow` says which tests are not fast: tests/README.md. Those of some folders have commands.

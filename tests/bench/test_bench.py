@@ -36,6 +36,7 @@ def result(tmp_path_factory) -> dict:
     return json.loads(path.read_text()) | {"folder": folder}
 
 
+@pytest.mark.slow
 def test_a_run_records_the_machine_and_its_limits(result):
     assert result["schema"] == results.SCHEMA and result["complete"] and result["kind"] == "sweep"
     assert result["machine"]["threads"] == torch.get_num_threads()

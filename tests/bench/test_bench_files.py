@@ -111,6 +111,7 @@ def test_other_processes_are_counted(monkeypatch):
     assert clock.others == pytest.approx(0.25)
 
 
+@pytest.mark.slow
 def test_a_report_is_written_between_markers(files, tmp_path, sweep):
     text = "before\n<!-- speed:begin -->\nold\n<!-- speed:end -->\nafter\n"
     page = tmp_path / "README.md"

@@ -52,7 +52,7 @@ def raises(q, k, v, **options):
     raise RuntimeError("no such kernel")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@parametrize("dtype", ["bfloat16", "float32", "float16"], fast=1)
 @pytest.mark.parametrize(
     "kernel, reason",
     [
@@ -143,6 +143,7 @@ def test_a_wrong_gradient_fails_the_training_passes_alone(monkeypatch, timed):
     assert set(timed) == {SUBJECT, BASELINE}
 
 
+@pytest.mark.slow
 def test_a_failed_baseline_gives_times_without_a_ratio(monkeypatch, timed):
     monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
     (record,) = cells(case("full"), passes=(FORWARD,))

@@ -80,6 +80,7 @@ def engine(tmp_path, monkeypatch):
     peers.PEERS.update(real)
 
 
+@pytest.mark.slow
 def test_outputs_are_verified_before_they_are_timed(engine):
     """Each reason for which an engine is not timed; the others are."""
     for name in VARIANTS:

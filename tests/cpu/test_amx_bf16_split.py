@@ -219,6 +219,7 @@ def in_a_process(code, **environment):
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @every_tiled
 def test_float32_can_be_left_to_the_vector_kernels(isa):
     """Bit for bit, and only float32."""
@@ -227,6 +228,7 @@ def test_float32_can_be_left_to_the_vector_kernels(isa):
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 @every_tiled
 def test_an_unknown_value_of_FASTATTN_FLOAT32_is_refused(isa):
     found = in_a_process("import fastattn", FASTATTN_CPU_ISA=isa, FASTATTN_FLOAT32="vectors")

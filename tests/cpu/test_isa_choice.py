@@ -179,6 +179,7 @@ def test_chosen_sets_are_built(tmp_path, sets, built):
     assert set(re.findall(r"ISA\((\w+),", known)) == built
 
 
+@pytest.mark.slow
 def test_generic_is_fast_in_a_build_for_other_machines(tmp_path):
     more = {"FASTATTN_EXTENSION": "off", "FASTATTN_PORTABLE": "on"}
     assert configured(tmp_path, FASTATTN_ISAS="avx2", **more).returncode == 0
@@ -200,6 +201,7 @@ int main(int count, char** names) {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="there is no c++")
 def test_a_native_build_has_the_best_set(tmp_path):
     (tmp_path / "chip.cpp").write_text(CHIP)
@@ -218,6 +220,7 @@ def test_a_native_build_has_the_best_set(tmp_path):
     assert sets[TILES + ",amx_model"][0] == "amx_bf16"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are those of x86-64")
 def test_the_first_copy_of_an_inline_function_is_the_right_one(tmp_path):
     """A linker keeps it: one that every machine can run, and of those at -O3 that one."""
@@ -236,11 +239,13 @@ def test_the_first_copy_of_an_inline_function_is_the_right_one(tmp_path):
         assert set(levels) == {"3", "2"}, isa
 
 
+@pytest.mark.slow
 def test_an_unknown_set_is_named(tmp_path):
     done = configured(tmp_path, FASTATTN_ISAS="avx2,sse", FASTATTN_EXTENSION="off")
     assert done.returncode and "got 'sse', expected some of generic, avx2" in done.stderr
 
 
+@pytest.mark.slow
 def test_another_machine_has_no_native_set(tmp_path):
     other = "-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={os.uname().machine}"
     done = configured(tmp_path, *other, FASTATTN_ISAS="native", FASTATTN_EXTENSION="off")

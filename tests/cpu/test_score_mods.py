@@ -67,6 +67,7 @@ def test_each_operator_has_a_number():
     assert {"load:f", "load:i", "copy", "hide", "check", "scatter"} <= known
 
 
+@pytest.mark.slow
 @given(trees.trees("bool", scores=False))
 @settings(max_examples=60, deadline=None)
 def test_random_masks(tree):
@@ -84,6 +85,7 @@ def test_random_masks(tree):
         assert torch.equal(p > 0, seen), dtype
 
 
+@pytest.mark.slow
 @given(trees.trees("float", scores=True))
 @settings(max_examples=60, deadline=None)
 def test_random_scores_and_gradients(tree):

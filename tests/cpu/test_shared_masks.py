@@ -7,10 +7,11 @@ import torch
 
 import fastattn
 from tests.support.backends import on_variants
+from tests.support.marks import parametrize
 
 B, H, N, D = 3, 4, 300, 16  # three blocks of keys
 SHARED = {"items": (1, H), "heads": (B, 1), "both": (1, 1)}
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 LENGTHS = {"": None, "lengths": torch.tensor([300, 0, 130])}  # an item sees nothing, one not all
 
 
@@ -33,7 +34,7 @@ def of_mask(q, k, v, dout, mask, **kwargs):
 @pytest.mark.parametrize("key_heads", [H, 2], ids=["heads", "groups"])
 @pytest.mark.parametrize("rows", [49, 300])
 @pytest.mark.parametrize("shared", SHARED.values(), ids=list(SHARED))
-@pytest.mark.parametrize("dtype", DTYPES, ids=[str(x)[6:] for x in DTYPES])
+@parametrize("dtype", DTYPES, ids=[str(x)[6:] for x in DTYPES], fast=2)
 def test_sums_of_what_items_and_heads_have(dtype, shared, rows, key_heads, lengths, threads):
     *given, mask = inputs(dtype, rows, key_heads, shared)
     for isa in on_variants("cpu", dtype):

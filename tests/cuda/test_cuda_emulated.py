@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
 
 
+@pytest.mark.slow
 def test_the_worst_rounding_is_another(emulated):
     problem = build(square(1, 2, 131, 32), (), torch.float16)
     right = problem.run(fastattn.attention)
@@ -113,6 +114,7 @@ def run_problems():
         replace(problem, needs_grad=("k",)).run(fastattn.attention)
 
 
+@pytest.mark.slow
 def test_every_site_is_reached():
     named = set()
     kinds = ("forward", "backward", "mask_gradient", "bwd_preprocess", "semaphore")

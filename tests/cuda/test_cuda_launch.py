@@ -104,6 +104,7 @@ def call_of(problem):
 # --------------------------------------------------------------------------------------- streams
 
 
+@pytest.mark.slow
 @every_shape
 def test_streams_share_nothing(shape):
     """Two calls wait, each in its stream; then their kernels run in alternation. Memory that Python
@@ -120,6 +121,7 @@ def test_streams_share_nothing(shape):
         passed(Verdict(problem).about(got))
 
 
+@pytest.mark.slow
 @every_shape
 def test_a_graph_replays_with_new_values(shape):
     """With inputs that kernels read directly: the graph does not record torch's conversions."""

@@ -76,6 +76,7 @@ def test_a_given_lse_is_a_constant(emulated, features, mean):
     passed(verdict.about(got))
 
 
+@pytest.mark.slow
 def test_a_given_lse_may_have_any_strides(emulated):
     problem = with_identity(build(square(2, 3, 70, 24), (), torch.bfloat16), False)
     lse = torch.randn(2, 3, 70) + 4

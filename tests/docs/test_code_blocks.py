@@ -74,6 +74,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", with_language("python"), ids=name)
 def test_python_runs(page, one_rank):
     for module in NEEDS.get(name(page), ()):

@@ -56,6 +56,7 @@ def nothing_remembered(monkeypatch):
 # ---------------------------------------------------------------------------------- the report
 
 
+@pytest.mark.slow
 def test_report_as_json_and_as_text():
     found = json.loads(python("-m", "fastattn", "--json").stdout)
     assert found["torch"] == torch.__version__ and found["threads"] >= 1
@@ -82,6 +83,7 @@ def test_report_names_the_instruction_set(capsys):
     )
 
 
+@pytest.mark.slow
 @needs_cpu
 def test_an_instruction_set_can_be_forced():
     isa = libraries.cpu_isas()[-1]
@@ -90,6 +92,7 @@ def test_an_instruction_set_can_be_forced():
     assert found["cpu"]["why"] == "FASTATTN_CPU_ISA names it"
 
 
+@pytest.mark.slow
 @needs_cpu
 @pytest.mark.parametrize("isa", ["mmx", "\udcff"])
 def test_an_unavailable_instruction_set_is_a_reason(isa):
@@ -230,6 +233,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_log_has_one_line_per_new_kind_of_call():
     lines = python("-c", CALLS, FASTATTN_LOG="1").stderr.strip().splitlines()
     assert len(lines) == 2 and all(x.startswith("fastattn: reference runs B=1 H=2") for x in lines)
@@ -242,6 +246,7 @@ def test_logging_is_off_by_default(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_importing_changes_no_state_of_the_process():
     code = """
 import torch
@@ -288,6 +293,7 @@ def test_a_variable_has_one_of_its_values(name, monkeypatch):
             environment.setting(name)
 
 
+@pytest.mark.slow
 def test_a_variable_with_another_value_is_refused_at_import():
     with pytest.raises(AssertionError, match="FASTATTN_CHECK: got 'yes', expected 0"):
         python("-c", "import fastattn", FASTATTN_CHECK="yes")

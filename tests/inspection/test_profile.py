@@ -50,6 +50,7 @@ class Numbered(nn.Module):
         return self.attn11(self.attn10(x, x, x)[0], x, x)[0]
 
 
+@pytest.mark.slow
 def test_a_number_in_a_name_is_kept():
     """A number alone counts layers; one behind letters tells modules apart."""
     with torch.no_grad():
@@ -57,6 +58,7 @@ def test_a_number_in_a_name_is_kept():
         assert {m.call.path for m in report.calls} == {"attn10", "attn11"}
 
 
+@pytest.mark.slow
 def test_training():
     report = fastattn.profile(encoder(), X, src_key_padding_mask=PADDING)
     (m,) = report.calls
@@ -71,6 +73,7 @@ def test_training():
     assert "fastattn.convert(model)" in text and "(measured; " in text
 
 
+@pytest.mark.slow
 def test_the_inference_path_of_heads():
     heads = nn.MultiheadAttention(32, 2, batch_first=True).eval()
     with torch.no_grad():
@@ -101,6 +104,7 @@ class Mixed(nn.Module):
         return {"out": out, "n": 3}
 
 
+@pytest.mark.slow
 def test_calls_of_every_sort():
     report = fastattn.profile(Mixed(), X)
     found = {(m.call.function, m.call.options, m.call.mask): m for m in report.calls}
@@ -118,6 +122,7 @@ def test_a_patched_model_is_reported_as_patched():
     assert report.calls[0].call.runs == "fastattn.patch()"
 
 
+@pytest.mark.slow
 def test_functions_are_named():
     table = torch.zeros(4, 25)
 
@@ -131,6 +136,7 @@ def test_functions_are_named():
     assert "captured" not in kind.call.options
 
 
+@pytest.mark.slow
 def test_a_call_left_to_torch_has_a_reason(monkeypatch):
     wide = torch.randn(1, 1, 4, 1100)
     report = fastattn.profile(lambda: F.scaled_dot_product_attention(wide, wide, wide))
@@ -140,10 +146,12 @@ def test_a_call_left_to_torch_has_a_reason(monkeypatch):
     assert "calling costs more" in report.calls[0].ours_runs
 
 
+@pytest.mark.slow
 def test_no_attention():
     assert "No attention call was seen" in str(fastattn.profile(nn.Linear(32, 3), X))
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_small_already():
     """No arguments are advised in its place, unless key_lengths could skip keys."""
     q, columns = torch.randn(2, 1, 9, 8), PADDING.logical_not()[:, None, None]
@@ -153,6 +161,7 @@ def test_a_mask_that_is_small_already():
     assert m.call.mask_structure.instead == "key_lengths=lengths" and "dense" not in m.call.mask
 
 
+@pytest.mark.slow
 def test_json_and_plot(tmp_path):
     report = fastattn.profile(Mixed(), X)
     record = json.loads(report.json())
@@ -180,6 +189,7 @@ def state(model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [Mixed, encoder], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_nothing_is_changed(build, mode):
@@ -199,12 +209,14 @@ def test_nothing_is_changed_by_an_exception():
     assert state(model) == before
 
 
+@pytest.mark.slow
 def test_compiled_models_are_profiled_eagerly():
     model = torch.compile(encoder(), backend="eager")
     (m,) = fastattn.profile(model, X).calls
     assert m.call.count == 2
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers():
     """With padding on the left its mask is dense. A cache passed to the model does not grow."""
     transformers = pytest.importorskip("transformers")
@@ -232,6 +244,7 @@ class Under(nn.Module):
             return F.scaled_dot_product_attention(q, q, q)
 
 
+@pytest.mark.slow
 def test_kernels_that_the_model_chose():
     math = torch.nn.attention.SDPBackend.MATH
     model = Under(lambda: torch.nn.attention.sdpa_kernel(math))
@@ -241,6 +254,7 @@ def test_kernels_that_the_model_chose():
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
+@pytest.mark.slow
 def test_autocast_that_the_model_chose():
     q = X[:, None].clone().requires_grad_()
     model = Under(lambda: torch.autocast("cpu", torch.bfloat16))
@@ -288,6 +302,7 @@ def as_first(out, batch_first):
     return out.transpose(0, 1) if batch_first else out
 
 
+@pytest.mark.slow
 def test_weights_and_both_masks():
     mask = torch.ones(9, 9, dtype=torch.bool).triu(1)
     report = fastattn.profile(Heads(batch_first=True), X, attn_mask=mask, key_padding_mask=PADDING)
@@ -295,6 +310,7 @@ def test_weights_and_both_masks():
     assert "(9, 9) float32, dense and (2, 9) float32, but causal" in str(report)
 
 
+@pytest.mark.slow
 def test_without_weights_it_is_torchs_function():
     (m,) = fastattn.profile(Heads(), X, need_weights=False).calls
     assert m.call.function == "scaled_dot_product_attention" and m.call.of_multihead
@@ -304,12 +320,14 @@ class Derived(nn.MultiheadAttention):
     pass
 
 
+@pytest.mark.slow
 def test_heads_that_convert_leaves():
     model = Derived(32, 2)
     (m,) = fastattn.profile(model, X, X, X).calls
     assert "a subclass of nn.MultiheadAttention" in m.ours_runs and "sdpa" not in m.seconds
 
 
+@pytest.mark.slow
 def test_a_verdict_without_calls_recommends_a_conversion(monkeypatch):
     report = fastattn.profile(Heads(), X)
     report.calls.clear()
@@ -345,6 +363,7 @@ class Wrapped(nn.Module):
         self.backwards += 1
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_a_dataclass():
     model = Wrapped()
     report = fastattn.profile(model, X)
@@ -356,6 +375,7 @@ def test_a_model_that_gives_a_dataclass():
     assert report.attention <= report.now
 
 
+@pytest.mark.slow
 def test_checkpoints_are_not_counted_twice():
     """A checkpoint repeats calls in backward; the report counts the repeated ones separately."""
 
@@ -400,12 +420,14 @@ def jagged():
     return torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.jagged)
 
 
+@pytest.mark.slow
 def test_jagged_calls():
     q = jagged().transpose(1, 2)
     (m,) = fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q)).calls
     assert m.call.q == (2, 2, -1, 8) and m.ours_runs == "fastattn cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [9, 4])
 def test_causal_biases(rows):
     """torch's CausalBias recognises only F's original function, by identity."""
@@ -422,6 +444,7 @@ def test_causal_biases(rows):
     assert (m.call.mask, m.ours_runs) == ("CausalBias", "fastattn cpu") and "now" in m.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [Heads, encoder], ids=["heads", "layer"])
 def test_a_method_that_runs_no_hooks(build):
     model = build(batch_first=True).heads if build is Heads else build().layers[0]
@@ -432,6 +455,7 @@ def test_a_method_that_runs_no_hooks(build):
     assert m.call.path == "" and m.ours_runs == "fastattn cpu"
 
 
+@pytest.mark.slow
 def test_a_method_is_looked_up_in_a_converted_class():
     model, ran = nn.MultiheadAttention(32, 2), []
     forward = fastattn.MultiheadAttention.forward
@@ -445,6 +469,7 @@ def test_a_method_is_looked_up_in_a_converted_class():
         assert len(ran) >= len(report.rounds)
 
 
+@pytest.mark.slow
 def test_scripted_and_traced():
     traced = torch.jit.trace(Buffered(torch.ones(2)), X[:, None])
     for model, x in ((torch.jit.script(nn.BatchNorm1d(9)), X), (traced, X[:, None])):
@@ -472,6 +497,7 @@ HELD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HELD)
 def test_buffers_of_every_sort(name):
     assert fastattn.profile(Buffered(HELD[name]()), X[:, None]).calls[0].call.count == 1
@@ -480,6 +506,7 @@ def test_buffers_of_every_sort(name):
 # ------------------------------------------------------------------------------------ side effects
 
 
+@pytest.mark.slow
 def test_a_graph_in_flight():
     model = Mixed().eval()
     x = X.clone().requires_grad_()
@@ -489,6 +516,7 @@ def test_a_graph_in_flight():
     assert x.grad is not None
 
 
+@pytest.mark.slow
 def test_inputs_changed_in_place():
     """Each run starts from the original values of the inputs."""
     seen, x, same = [], X.clone(), X.clone()
@@ -510,6 +538,7 @@ def test_a_lazy_module():
         fastattn.profile(nn.LazyLinear(3), X)
 
 
+@pytest.mark.slow
 def test_calls_of_threads():
     class Threaded(nn.Module):
         def __init__(self):
@@ -526,6 +555,7 @@ def test_calls_of_threads():
     assert dict(m.call.where) == {f"parts.{i}": 1 for i in range(4)}
 
 
+@pytest.mark.slow
 def test_growing_keys_of_grouped_heads():
     """Query heads may be stored as rows, so a token has several. Chunks get separate lines."""
 
@@ -551,6 +581,7 @@ def test_growing_keys_of_grouped_heads():
     assert "k (1, 2, 5 to 9, 8)" in str(report)
 
 
+@pytest.mark.slow
 def test_few_rounds_must_agree():
     def verdict(*gains):
         rounds = [ModelTimes(x, 1.0, True) for x in gains]

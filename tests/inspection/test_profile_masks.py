@@ -135,6 +135,7 @@ def drawn_mask(seed):
     return keep
 
 
+@pytest.mark.slow
 def test_advice_gives_what_the_mask_gives():
     """Also if bands hide all keys from some rows. Rows that see everything may be padding."""
     followed = 0
@@ -160,12 +161,14 @@ def test_a_second_chunk_that_is_padded():
     assert structure(keep, 4, 20).what == "causal from the bottom right + left padding"
 
 
+@pytest.mark.slow
 def test_bands_that_no_argument_makes():
     q = torch.randn(1, 1, N, 8)
     report = fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, CAUSAL.tril(-2)))
     assert "window=" not in str(report) and not report.calls[0].trouble
 
 
+@pytest.mark.slow
 def test_advice_that_raised_is_none(monkeypatch):
     q = torch.randn(1, 1, N, 8)
     monkeypatch.setattr(
@@ -175,6 +178,7 @@ def test_advice_that_raised_is_none(monkeypatch):
     assert "dense: causal\n" in text
 
 
+@pytest.mark.slow
 def test_advice_is_a_whole_call():
     q = torch.randn(1, 1, N, 8)
     text = str(fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, CAUSAL, scale=2.0)))

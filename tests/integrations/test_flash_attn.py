@@ -284,6 +284,7 @@ def test_nothing(size, look):
         assert out.shape == q.shape and not out.any()
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph():
     cu = offsets([3, 0, 7])
     q, x = random(2, 5, H, D).requires_grad_(), random(10, H, D)

@@ -63,6 +63,7 @@ def test_the_installed_modules_are_imported(installed):
     assert package.flash_attn_interface is interface
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names, source", [(OF_3, fa.flash_attn_3), (OF_4, fa.cute)], ids=["3", "4"]
 )
@@ -78,6 +79,7 @@ def test_the_modules_of_later_versions_are_imported(installed, names, source):
     assert package.flash_attn_func is fa.flash_attn_func and package.cute.flash_attn_func
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_modules_in_folders_are_imported(name, installed):
     module, source = importlib.import_module(name), LAYERS[name]
@@ -87,6 +89,7 @@ def test_modules_in_folders_are_imported(name, installed):
     assert not hasattr(folder, "apply_rotary_emb") and folder.__path__ == []
 
 
+@pytest.mark.slow
 def test_names_that_are_not_served(installed):
     with pytest.raises(ImportError, match=r"cannot import name 'ParallelMHA' from 'flash_attn\."):
         from flash_attn.modules.mha import ParallelMHA  # noqa: F401
@@ -97,6 +100,7 @@ def test_names_that_are_not_served(installed):
             importlib.import_module(f"flash_attn.{name}")
 
 
+@pytest.mark.slow
 def test_importlib_metadata_lists_it(installed):
     for name in ("flash-attn", "flash_attn", "Flash_Attn"):
         assert importlib.metadata.version(name) == fa.__version__
@@ -110,6 +114,7 @@ def test_importlib_metadata_lists_it(installed):
     assert importlib.util.find_spec("flash_attn.models") is None
 
 
+@pytest.mark.slow
 def test_a_second_install_or_uninstall_changes_nothing(installed):
     finders = list(sys.meta_path)
     fa.install()

@@ -138,6 +138,7 @@ def test_tokens(name, calls):
         assert same(together(model, "paged|eager", **sizes), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_padded_batches(name, calls, padded):
     model = made(FAMILY[name])

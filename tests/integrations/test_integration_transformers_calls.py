@@ -114,6 +114,7 @@ def test_one_encoding_serves_several_decoder_rows(name, padding, registered):
     assert_gradients_agree(*found)
 
 
+@pytest.mark.slow
 def test_weights_of_every_family(registered):
     """Also of the models that do not pass `output_attentions` on to the attention function."""
     for family in filter(Family.is_here, FAMILIES):

@@ -148,6 +148,7 @@ def test_any_number_of_heads(heads):
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled():
     """A step of decoding, with a cache of a fixed size."""
     model, tokens = made("DeepseekV3"), ids(20)

@@ -181,6 +181,7 @@ def keywords(text, called):
         yield from re.findall(r"(?:^|,)\s*(?:#.*\n\s*)*(\w+)=", found)
 
 
+@pytest.mark.slow
 def test_every_argument_of_every_model_is_known():
     """Of this transformers: a new one has to be understood before its version is accepted."""
     models = Path(transformers.__file__).parent / "models"

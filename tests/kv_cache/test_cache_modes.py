@@ -156,6 +156,7 @@ def test_four_bits():
         cache.attention(q).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", (None, "int4"))
 def test_a_step_is_compiled_and_exported(storage, tmp_path):
     cache = KVCache(2, 2, 64, capacity=20, page_size=8, storage=storage)

@@ -342,6 +342,7 @@ def test_rows_are_held_against_the_shortest_item_of_now(ran):
         cache.attention(q)
 
 
+@pytest.mark.slow
 def test_steps_in_compiled_code():
     """Where its graph breaks, torch.compile begins again with a function of ours."""
     caches = filled(), filled()

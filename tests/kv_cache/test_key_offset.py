@@ -93,6 +93,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @not_interpreted
 def test_scores_are_whole_in_more_rows_than_a_score_mod_captures():
     heads, rows, size = 64, MOST_COPIED // 64 + 1, 8

@@ -178,6 +178,7 @@ def test_what_does_not_fit_is_refused():
         mla.prefill(q, p, KVCache(2, 1, LATENT + ROPE, latent=LATENT, capacity=8), weights)
 
 
+@pytest.mark.slow
 def test_compiled():
     q, p, both, weight = problem(torch.float32)
     weights = mla.split(weight, HEADS, NOPE)

@@ -95,7 +95,6 @@ TOY = {
 def test_add():
     assert sums.add(1, 2) == 3
 """,
-    "tests/triton/conftest.py": "",
 }
 
 

@@ -28,7 +28,6 @@ TESTED_IN |= dict(kernels="triton", score="score_mods")
 # Tests that build or copy the installed package, which the copy is not.
 OF_INSTALLED = ["broken_library", "types", "wheel"]
 MEMORY = 20 << 30  # a fault may ask for any amount; a test reserves 9 GB that it does not use
-INTERPRETED = ["tests/features", "tests/triton"]  # as in the Makefile
 DEFAULT, NEAR = "semantics", 8  # files that are likely to fail
 MOST = 1800  # seconds of a run
 
@@ -113,8 +112,14 @@ class Tree:
         if near:
             yield "near", near, False
         yield "others", others, False
-        if not file.startswith("csrc"):
-            yield "others", INTERPRETED, True
+        if not file.startswith("csrc") and (marked := self.interpreted()):
+            yield "others", marked, True
+
+    def interpreted(self):
+        """The files with tests in Triton's interpreter, as in the Makefile."""
+        paths = sorted((self.root / "tests").rglob("test_*.py"))
+        marked = [path for path in paths if "mark.interpreter" in path.read_text()]
+        return [str(path.relative_to(self.root)) for path in marked]
 
     def near(self, file):
         """The files of tests that are about this file: in the folder of its name, naming it."""

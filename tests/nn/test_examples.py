@@ -131,6 +131,7 @@ def test_times_are_the_least_of_rounds_until_they_are_as_expected(wrong, monkeyp
     assert {count for _, count in made} == {1} and torch.get_num_threads() == 2
 
 
+@pytest.mark.slow
 def test_continuous_batching_that_is_slower_fails_the_command(monkeypatch, capsys):
     asked = [serve.Request([65, 66], n) for n in (2, 9, 2, 9, 2)]
     model = serve.LanguageModel().eval()
@@ -158,6 +159,7 @@ def test_dropout_that_makes_a_step_faster_is_noticed(seconds, expected):
     assert char_lm.in_order(dict(zip(char_lm.COMPARED, seconds))) == expected
 
 
+@pytest.mark.slow
 def test_times_of_dropout_out_of_order_fail_the_command(monkeypatch, capsys):
     """As claims about time, which `test_example` only reports."""
     slow = {(name, p, n): (1.0 + p, 1.0) for name, p in char_lm.COMPARED for _, n in char_lm.SIZES}

@@ -157,6 +157,7 @@ def test_an_intact_library_passes(intact):
     assert elf.why_broken(intact) is None and elf.why_broken(TORCH) is None
 
 
+@pytest.mark.slow
 def test_a_missing_build_stops_pytest_with_one_message(tmp_path):
     environment = {"FASTATTN_LIBRARY": str(tmp_path / "nothing.so"), "PATH": ""}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]

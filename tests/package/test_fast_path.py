@@ -383,6 +383,7 @@ def test_calls_inside_context_parallel_are_refused(ran, monkeypatch):
     assert marshalling.attend(made, *plain(), False, {}) is not None
 
 
+@pytest.mark.slow
 def test_compiled_code_has_no_fast_path(ran):
     q, k, v = plain()
     for call in (fastattn.attention, fastattn.scaled_dot_product_attention):

@@ -139,6 +139,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_inductors_code_takes_it(name, compiled, ran, ran_backward):  # noqa: F811
     """From the second call on: torch runs the first in a mode."""
@@ -153,6 +154,7 @@ def test_inductors_code_takes_it(name, compiled, ran, ran_backward):  # noqa: F8
     assert ran[-2:] == [True] * 2 and ran_backward[-1:] == [True]
 
 
+@pytest.mark.slow
 def test_inductors_code_of_any_size_takes_it(compiled, ran):  # noqa: F811
     fast = compiled(CALLS["attention"], dynamic=True)
     for n in (4, 6, 9):
@@ -161,6 +163,7 @@ def test_inductors_code_of_any_size_takes_it(compiled, ran):  # noqa: F811
     assert ran[1:] == [True] * 5
 
 
+@pytest.mark.slow
 def test_inductors_code_lowers_functions_in_each_call(compiled):
     factors = torch.ones(4)
 

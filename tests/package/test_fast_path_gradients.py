@@ -278,6 +278,7 @@ def test_what_a_call_of_gradients_takes():
     assert marshalling.gradients(plan, saved, (dout, None)) is None  # it might be differentiated
 
 
+@pytest.mark.slow
 def test_a_plan_holds_no_tensors(ran_backward):
     given = leaves(*tensors(*[(1, 3, 11, 24)] * 3))
     graded(fastattn.attention, given)

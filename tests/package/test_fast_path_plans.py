@@ -253,6 +253,7 @@ def test_names_and_values_that_have_no_plan():
 # ---------------------------------------------------------------------------------- memory, threads
 
 
+@pytest.mark.slow
 def test_calls_leave_nothing_behind():
     q, k, v = plain()
     leaves, mask = [x.clone().requires_grad_() for x in (q, k, v)], torch.randn(4, 4)
@@ -302,6 +303,7 @@ def test_the_number_of_plans_is_bounded():
     assert sys.getrefcount(path) == first
 
 
+@pytest.mark.slow
 def test_many_threads_call_at_once(one_thread):
     """Short kernels hold the GIL and longer ones release it, while plans are forgotten. Calls with
     a gradient and without one take turns."""

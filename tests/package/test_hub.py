@@ -177,6 +177,7 @@ def test_a_variant_has_every_module_but_the_programs(variants):
         assert {x.parts[0] for x in missing} == {"examples", "__main__.py"}
 
 
+@pytest.mark.slow
 def test_imports_are_those_that_the_hub_allows(hub, variants):
     for path in variants[1].rglob("*.py"):
         if "integrations" not in path.parts:

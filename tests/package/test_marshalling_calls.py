@@ -84,6 +84,7 @@ def test_true_is_refused_as_a_number_after_1(name):
         fastattn.attention(q, q, q, window=(True, 1))
 
 
+@pytest.mark.slow
 def test_settings_of_torch_follow_one_another():
     """Autocast, gradients, inference mode and tensors without data, in every order."""
     q, k, v = torch.randn(3, 1, 2, 6, 8)

@@ -98,6 +98,7 @@ def test_without_the_extension_the_reason_is_written(tmp_path, wanted, reason):
     assert (tmp_path / "no_extension.txt").read_text().startswith(reason)
 
 
+@pytest.mark.slow
 def test_an_unknown_value_is_refused(tmp_path):
     done = configured(tmp_path, FASTATTN_EXTENSION="maybe")
     assert done.returncode and "got 'maybe', expected on, off or auto" in done.stderr

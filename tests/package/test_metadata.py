@@ -56,6 +56,7 @@ def test_without_libraries_the_build_is_empty(monkeypatch, tmp_path):
     assert libraries.build() == {}
 
 
+@pytest.mark.slow
 def test_the_examples_are_listed():
     assert python("-m", "fastattn.examples").stdout.strip() == fastattn.examples.__doc__.strip()
 

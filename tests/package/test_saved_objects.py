@@ -35,6 +35,7 @@ print(len(kept["modules"]), "modules")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_saved_files_load(file):
     """Files load in a process that has not imported the package."""
@@ -50,6 +51,7 @@ torch.load(sys.argv[1], weights_only=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_saved_files_load_with_weights_only(file):
     """Every name in the file is one that a program can allow."""

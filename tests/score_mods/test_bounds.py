@@ -28,6 +28,7 @@ def check(traced):
     return found
 
 
+@pytest.mark.slow
 @given(trees("bool", scores=False))
 @settings(max_examples=100, deadline=None)
 def test_random_trees(tree: Tree):

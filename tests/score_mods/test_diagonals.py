@@ -106,6 +106,7 @@ def test_near_misses(name):
     assert not is_of_difference(trace_mask_mod(UNLIKE[name]).program)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(trees("bool", scores=False))
 def test_no_other_program_is_taken_for_one(tree):

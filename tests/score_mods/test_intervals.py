@@ -96,6 +96,7 @@ def test_no_block_of_the_gallery_is_wrong(name, blocks):
             assert torch.equal(got == ALL, every)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(tree=trees("bool", scores=False))
 def test_no_block_of_a_random_tree_is_wrong(tree: Tree):

@@ -715,6 +715,7 @@ def with_slopes(slopes):
     return lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
 
 
+@pytest.mark.slow
 def test_captured_tensors_are_not_held(traced):
     import gc
     import weakref
@@ -731,6 +732,7 @@ def test_captured_tensors_are_not_held(traced):
     assert all(x() is None for x in gone)
 
 
+@pytest.mark.slow
 def test_the_number_of_kept_calls_is_bounded(traced):
     for n in range(kept_calls.MOST + 20):
         fastattn.attention(Q, K, V, score_mod=made(float(n)))

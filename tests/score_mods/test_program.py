@@ -27,6 +27,7 @@ def directly(function, *score):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(tree=trees("bool", scores=False))
 def test_random_masks(tree: Tree):
@@ -39,6 +40,7 @@ def test_random_masks(tree: Tree):
         assert torch.equal(got.expand(B, H, N, N), expected), tree.text
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(tree=trees("float", scores=True))
 def test_random_scores_and_gradients(tree: Tree):

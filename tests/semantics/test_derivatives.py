@@ -232,6 +232,7 @@ def test_attention_jvp_has_the_arguments_of_attention():
     assert set(inspect.signature(fastattn.attention).parameters) < set(own)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # opcheck of torch 2.14
 def test_the_operators_of_tangents_keep_torchs_rules():
     def given(x):

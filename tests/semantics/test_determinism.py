@@ -96,6 +96,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads by /proc")
 def test_decoding_of_one_row_wakes_all_threads():
     """One row has few multiply-adds, but reads 16 MB."""
@@ -122,6 +123,7 @@ PAGE_FAULTS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts Linux's page faults")
 def test_threads_do_not_write_to_the_same_new_pages():
     """Rows of heads lie side by side in results. Threads that write to one new page at once take a
@@ -193,6 +195,7 @@ def in_new_process(code, **environment):
     return done.stdout
 
 
+@pytest.mark.slow
 @every_backend
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_forked_child_works(name):
@@ -239,6 +242,7 @@ FLOATING_POINT_STATE = """
 """
 
 
+@pytest.mark.slow
 def test_importing_changes_no_floating_point_flag():
     """Nor does running the kernels: subnormal numbers are kept, on this thread and on others."""
     code = textwrap.dedent(FLOATING_POINT_STATE) + textwrap.dedent("""
@@ -265,6 +269,7 @@ def test_importing_changes_no_floating_point_flag():
     assert in_new_process(code).strip() == "ok"
 
 
+@pytest.mark.slow
 def test_importing_is_quiet():
     """No warning, no output, no network, no file written."""
     code = """

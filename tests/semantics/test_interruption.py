@@ -251,12 +251,14 @@ def output_of(program, **constants):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are those of Linux")
 def test_no_memory_is_a_memory_error():
     found = output_of(NO_MEMORY, THREADS=1, BACKWARD=False)
     assert found == "the CPU kernels could not allocate their scratch memory"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such timer")
 def test_a_handler_makes_a_small_call():
     assert output_of(A_SMALL_CALL, THREADS=2, BACKWARD=False) == "True True"

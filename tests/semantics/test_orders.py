@@ -103,6 +103,7 @@ def test_operators_and_fake_tensors_agree(order):
     check(operators.attention_backward, given, test_utils="test_faketensor")
 
 
+@pytest.mark.slow
 @not_interpreted
 def test_vmap_and_double_backward():
     q, k, v, _, _ = (x.double() for x in inputs(DIMS[0], torch.float32))

@@ -14,6 +14,7 @@ from tests.support.cases import DTYPES, FEATURE, PLAIN
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 @not_interpreted
 def test_packed_is_compiled():
     made = batch((FEATURE["bottom_right"], FEATURE["sinks"]), torch.float32)

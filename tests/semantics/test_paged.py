@@ -148,6 +148,7 @@ def test_other_threads_run_during_a_long_call():
         assert prepared(fastattn.explain(**given).spec).brief == brief
 
 
+@pytest.mark.slow
 @not_interpreted
 def test_pages_are_explained_and_compiled():
     made = batch((FEATURE["bottom_right"],), torch.float32)

@@ -79,6 +79,7 @@ def test_views_have_gradients_of_their_own(name):
         torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @not_interpreted
 def test_transforms_and_compiled_code():
     given = tensors(8, 16, torch.float64)

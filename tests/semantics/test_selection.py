@@ -114,6 +114,7 @@ def test_the_highest_scores():
     assert highest(scores[:, :0], 2).tolist() == [[-1, -1], [-1, -1]]
 
 
+@pytest.mark.slow
 def test_the_scores_of_chosen_keys_have_gradients():
     draw = torch.Generator().manual_seed(3)
     shapes = (2, 3, 5, 4), (2, 11, 4), (2, 3, 5)

@@ -502,6 +502,7 @@ def test_autocast_leaves_the_rows(storage):
     assert out.dtype == torch.bfloat16 and out.isfinite().all()
 
 
+@pytest.mark.slow
 @not_interpreted
 @every_storage
 def test_calls_compile_and_are_exported(storage):

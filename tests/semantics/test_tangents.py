@@ -117,6 +117,7 @@ def test_an_absent_tangent_is_zero(name, only):
     passed(list(everywhere(name, problem, only)))
 
 
+@pytest.mark.slow
 @not_interpreted
 @every_backend
 def test_threads_change_no_bit(name, threads):

@@ -116,6 +116,7 @@ def test_a_list_of_operators(kernels, name):
     assert kernels() == once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("sdpa", "packed"))
 def test_compiled(kernels, name):
     attend, once = WAYS[name]

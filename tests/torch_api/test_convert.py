@@ -247,6 +247,7 @@ def test_revert_names_what_changed_class_after_convert():
     assert fastattn.revert(module).swapped == ("",)
 
 
+@pytest.mark.slow
 def test_compiled_before_or_after_convert_gives_the_same(monkeypatch):
     model, x = Model().eval(), torch.randn(N, L, E)
     expected = model(x)

@@ -280,6 +280,7 @@ def test_torchs_makers_of_mask_mods(name):
     assert getattr(fastattn, name) is getattr(torchs, name)
 
 
+@pytest.mark.slow
 def test_torchs_module_is_imported_when_it_is_asked_for():
     code = (
         "import sys, fastattn\n"

@@ -60,6 +60,7 @@ def test_patches_are_counted(importer):
     assert module.flex_attention is importer.flex is TORCHS[0]
 
 
+@pytest.mark.slow
 def test_names_that_are_bound_between_and_inside_of_blocks(importer):
     """A block searches all modules only if some may have changed."""
     for _ in range(2):

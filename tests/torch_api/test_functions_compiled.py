@@ -141,6 +141,7 @@ def test_every_operator(whole, name, text):
     assert torch.compile(program, backend="eager", fullgraph=True)(given)[1] == program(given)[1]
 
 
+@pytest.mark.slow
 def test_what_is_not_followed_breaks_the_graph():
     given = [x.detach() for x in tensors()]
     call = plain(mask_mod=lambda b, h, i, j: ~OPEN[j] | (i == j))
@@ -150,6 +151,7 @@ def test_what_is_not_followed_breaks_the_graph():
         torch.compile(call, backend="eager", fullgraph=True)(*given)
 
 
+@pytest.mark.slow
 def test_a_new_length_of_a_captured_tensor_is_not_compiled_again():
     counter = torch._dynamo.testing.CompileCounter()
 
@@ -201,6 +203,7 @@ def test_an_exported_model_keeps_its_table_and_runs_at_any_length(strict):
     assert torch.equal(loaded(*longer), model(*longer))
 
 
+@pytest.mark.slow
 def test_attention_jvp():
     q, k, v = (x.detach() for x in tensors())
 
@@ -213,6 +216,7 @@ def test_attention_jvp():
         assert torch.equal(got, expected)
 
 
+@pytest.mark.slow
 def test_a_branch_says_what_to_write():
     branching = lambda s, b, h, i, j: s if i > j else s + 1  # noqa: E731
     call, given = plain(score_mod=branching), [x.detach() for x in tensors()]
@@ -222,6 +226,7 @@ def test_a_branch_says_what_to_write():
         torch.compile(call, backend="eager", fullgraph=True)(*given)
 
 
+@pytest.mark.slow
 def test_an_index_out_of_range():
     short = torch.zeros(9)
     compiled = torch.compile(
@@ -231,6 +236,7 @@ def test_an_index_out_of_range():
         compiled(*tensors())
 
 
+@pytest.mark.slow
 def test_whole_numbers_of_more_than_32_bits():
     large = torch.arange(N) << 40
     given = [x.detach() for x in tensors()]
@@ -254,6 +260,7 @@ class TestMod:
         assert "Mod(" in repr(mod)
         assert copy.deepcopy(mod) is mod
 
+    @pytest.mark.slow
     def test_elements_are_read_at_each_call(self):
         table = torch.zeros(N)
         mod = fastattn.Mod(lambda s, b, h, i, j: s + table[j])

@@ -152,6 +152,7 @@ def test_forward_mode():
     torch.testing.assert_close(found, torch.func.jvp(run, tuple(given), tuple(moves)))
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     """Of q, k, v and of a captured tensor."""
     q, k, v = (x[:1, :2, :4, :3].detach().requires_grad_() for x in tensors(M=4, N=4))

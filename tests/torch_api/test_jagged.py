@@ -45,6 +45,7 @@ def test_each_sequence_by_itself(causal, key_heads):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_compiled_results_equal_eager_ones():
     """Compiled results equal eager ones, also after the lengths change."""
 
@@ -148,6 +149,7 @@ def test_a_module_drops_what_its_weights_drop():
     assert (weights == 0).sum() > (mha.eval()(x, x, x, average_attn_weights=False)[1] == 0).sum()
 
 
+@pytest.mark.slow
 def test_a_module_is_compiled():
     mha = module().requires_grad_(False)
     compiled = torch.compile(lambda x: mha(x, x, x, need_weights=False)[0], backend="aot_eager")

@@ -36,6 +36,7 @@ def test_grid_of_options_gives_torchs_results_and_gradients(dtype, tolerance):
             raise AssertionError(f"{case}: {error}") from error
 
 
+@pytest.mark.slow
 def test_grid_in_inference_mode_gives_the_results_of_torchs_fast_path():
     """Inference mode allows torch's fast path; except for fully masked rows, results agree."""
     fast = [x for x in GRID if not x["train"] and x["attn_mask"] != "causal hint"]
@@ -47,6 +48,7 @@ def test_grid_in_inference_mode_gives_the_results_of_torchs_fast_path():
             assert_same(run(ours, inputs, kwargs, backward=False), expected, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_stay_within_twice_the_error_of_torch(dtype):
     """Errors are against float64. With need_weights, torch computes in the storage dtype."""

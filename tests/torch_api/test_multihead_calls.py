@@ -204,6 +204,7 @@ def test_compiles_as_one_graph_with_gradients(need_weights, dynamic):
             torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_compiled_dropout_is_dropout():
     ours = fastattn.MultiheadAttention(E, H, dropout=0.5)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -222,6 +223,7 @@ class SelfAttention(nn.Module):
         return self.attention(x, x, x)
 
 
+@pytest.mark.slow
 def test_export_and_trace_record_the_attention():
     """A trace with the first output stored as a constant would return it for the second input."""
     ours = SelfAttention().eval()

@@ -15,6 +15,7 @@ from tests.support.marks import parametrize
 from tests.support.torch_calls import everything, inputs, op_arguments, rand
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grads", [False, True])
 def test_opcheck(grads):
     torch.library.opcheck(torch.ops.fastattn.attention.default, op_arguments(grads))
@@ -23,6 +24,7 @@ def test_opcheck(grads):
         torch.library.opcheck(torch.ops.fastattn.weights.default, arguments)
 
 
+@pytest.mark.slow
 def test_weights_by_a_given_lse_compile_as_one_graph_of_any_size():
     def both(q, k, v):
         out, lse = fastattn.attention(q, k, v, return_lse=True)
@@ -34,6 +36,7 @@ def test_weights_by_a_given_lse_compile_as_one_graph_of_any_size():
         torch.testing.assert_close(compiled(q, k, v), both(q, k, v))
 
 
+@pytest.mark.slow
 def test_opcheck_of_the_backward_operators():
     t = op_arguments(False)
     out, normaliser = torch.ops.fastattn.attention(*t)
@@ -106,6 +109,7 @@ def test_inductor_keeps_the_operators_whole_where_the_environment_has_ci(tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_compile_with_dynamic_shapes_never_compiles_again(attention):
     def f(q, k, v):
         return attention(q, k, v, causal=True, return_lse=True)
@@ -123,6 +127,7 @@ def test_compile_with_dynamic_shapes_never_compiles_again(attention):
     assert frames[0] == frames[-1] > 0
 
 
+@pytest.mark.slow
 def test_compile_draws_fresh_dropout_and_takes_seeds(attention):
     q, k, v = inputs(dtype=torch.float32)
 

@@ -259,6 +259,7 @@ def test_wrong_inputs_raise_what_torch_raises(name):
 # ----------------------------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["patched", "plain"])
 def test_compiled_before_and_after(first):
     """Patched and plain calls compile to one graph each, in either order."""
@@ -276,6 +277,7 @@ def test_compiled_before_and_after(first):
     assert sorted(targets) == [False, True]
 
 
+@pytest.mark.slow
 def test_compiled_graphs_keep_to_the_rules():
     """Compiled code uses torch's function under sdpa_kernel, transforms, or invalid arguments."""
 

@@ -190,6 +190,7 @@ def reloaded(program):
     return torch.export.load(file).module()
 
 
+@pytest.mark.slow
 def test_sizes_without_a_bound_stay_free():
     shapes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
     model, other = calling(), torch.randn(3, 7, E)

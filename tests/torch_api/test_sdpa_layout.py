@@ -331,6 +331,7 @@ def test_compiled(form, layout, given):
         judge_gradient(name, a, b)
 
 
+@pytest.mark.slow
 def test_compiled_with_symbolic_sizes():
     """A symbolic length, and views that need a contiguous result or one of tokens."""
 

@@ -159,6 +159,7 @@ def compiled(function, **options):
     return torch.compile(function, backend="eager", **options)
 
 
+@pytest.mark.slow
 def test_compiled_numbers():
     """From the second float on, the compiler makes the scale a symbol."""
     attend = compiled(lambda q, x: ours(q, q, q, scale=x), fullgraph=True)

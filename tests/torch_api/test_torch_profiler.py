@@ -369,6 +369,7 @@ def test_nothing_is_recorded_without_a_profiler(monkeypatch):
         fastattn.attention(*given)
 
 
+@pytest.mark.slow
 @not_interpreted
 def test_our_own_profile_inside_of_torchs():
     model = fastattn.MultiheadAttention(D, 2, batch_first=True).eval()

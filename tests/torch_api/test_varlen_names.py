@@ -170,6 +170,7 @@ def test_a_patch_does_not_import_torchs_module():
     )
 
 
+@pytest.mark.slow
 def test_in_compiled_code():
     """In one graph, and compiled again when the block ends."""
     tensors = given()
@@ -188,6 +189,7 @@ def test_in_compiled_code():
         compiled(tensors[0])
 
 
+@pytest.mark.slow
 def test_out_in_compiled_code():
     if not hasattr(module, "varlen_attn_out"):
         pytest.skip("this torch has no varlen_attn_out")

@@ -30,6 +30,7 @@ def banks_of_tile(emulator, columns):
     return found.banks
 
 
+@pytest.mark.slow
 def test_the_swizzle_is_free_of_conflicts(emulator):
     """For copies and for every way to read a tile."""
     for columns in COLUMNS:

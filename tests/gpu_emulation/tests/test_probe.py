@@ -61,6 +61,7 @@ def test_the_gpu_gives_what_is_committed(name):
     assert not (wrong := probe.complaints(name, found, committed(name))), wrong[0]
 
 
+@pytest.mark.slow
 @needs_emulator
 def test_the_gpu_and_the_emulator_have_one_interface(emulator, monkeypatch):
     """Runs the code path of a GPU with the emulator's library in place of the GPU's."""

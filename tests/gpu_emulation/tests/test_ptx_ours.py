@@ -70,6 +70,7 @@ def kernels(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_namespace_chooses_headers_and_architecture(kernels):
     found = text.kernels(ours.ptx(*NAMES, kernels=kernels))
     assert [*found] == NAMES

@@ -50,6 +50,7 @@ def fresh(emulator):
 # --- the header -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @ours.needs_nvcc
 def test_names_and_values_are_those_of_cuda(tmp_path):
     """Every name of the emulator's cuda.h and of its entry points has CUDA's value, and the map its
