@@ -21,5 +21,6 @@ def edges(window_size: Any) -> tuple[int | None, int | None]:
 def in_names(error: Exception, names: Mapping[str, str]) -> Exception:
     """The error with other names for our arguments in its message; itself if it has none."""
     ours = str(error)
-    told = re.sub(r"^\w+|\w+_\w+", lambda found: names.get(found[0], found[0]), ours)
+    places = r"^\w+|\w+_\w+|(?<=as )\w(?= has)|\b\w(?='s )"  # "as q has", "q's heads"
+    told = re.sub(places, lambda found: names.get(found[0], found[0]), ours)
     return error if told == ours else type(error)(told)

@@ -564,10 +564,6 @@ def _gathered(
     page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and LSE of rows that attend to the keys of these places in their sequence."""
-    if page_table is not None:
-        raise NotImplementedError(
-            "page_table: got it beside gather_kv_indices, expected keys that are not in pages"
-        )
     if cu_seqlens_q is None:
         need_integers("gather_kv_indices", indices, (*q.shape[:2], "keys"))
         indices = indices.flatten(0, 1)
@@ -576,27 +572,34 @@ def _gathered(
     if any(x.dtype in STORAGE for x in (q, k, v)):
         raise NotImplementedError("q.dtype: got eight bits with gather_kv_indices")
     rows = Rows.of(q, qv, cu_seqlens_q, seqused_q, max_seqlen_q)
-    B = len(rows.cu) - 1
-    keys = Keys.of(k, v, cu_seqlens_k, seqused_k, max_seqlen_k, None, B)
-    assert keys.cu is not None
+    where = cu_seqlens_k, seqused_k, max_seqlen_k, page_table
+    keys = Keys.of(k, v, *where, len(rows.cu) - 1)
+    q, k, v = rows.q, keys.k, keys.v
+    if rows.qv is not None:
+        q, k = joined(q, k, v, rows.qv)
     sizes = rows.longest, keys.longest, None, None
+    lengths = dict(key_lengths=keys.counts)
     used = rows.cu.diff() if rows.used is None else rows.used
-    with in_their_names(key_lengths="seqused_k", row_lengths="seqused_q"):  # for its checks
-        given = rows.q, keys.k, keys.v, rows.cu, keys.cu, None, *sizes
-        prepare_packed(*given, dict(key_lengths=keys.lengths), row_lengths=used)
-    tokens = Tokens.of("cu_seqlens_q", rows.cu, rows.q)
-    M, N = (x.counts[tokens.item] for x in (rows, keys))
-    last = torch.where(tokens.step < M, N - 1, -1)
+    names = dict(key_lengths="seqused_k", row_lengths="seqused_q", block_table="page_table")
+    with in_their_names(**names):  # the rows that are not used are sequences without keys
+        given = q, k, v, rows.cu, keys.cu, keys.table, *sizes
+        t, _ = prepare_packed(*given, lengths, row_lengths=used)
+    tokens = Tokens.of("cu_seqlens_q", t.cu_q, rows.q)
+    M, N = (x[tokens.item] for x in (t.given("cu_q").diff(), t.given("key_lengths")))
+    last = N - 1
     if arguments["causal"]:
         last = torch.minimum(last, tokens.step + N - M)
     seen = (indices >= 0) & (indices <= last[:, None])
     # All sequences are one item here, with the keys that each row sees of its own.
-    indices = torch.where(seen, indices + keys.cu[tokens.item][:, None], -1)
-    q, k, v = rows.q, keys.k, keys.v
-    if rows.qv is not None:
-        q, k = joined(q, k, v, rows.qv)
+    if keys.table is None:
+        places = indices + t.given("cu_k")[tokens.item][:, None]
+    else:
+        page, places = k.shape[1], indices.clamp(min=0, max=keys.longest - 1)  # ty: ignore
+        places = t.given("block_table")[tokens.item[:, None], places // page] * page + places % page
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    indices = torch.where(seen, places, -1)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    given: dict[str, Any] = {name: arguments[name] for name in ("scale", "softcap", "sinks")}
+    own: dict[str, Any] = {name: arguments[name] for name in ("scale", "softcap", "sinks")}
     with in_their_names(indices="gather_kv_indices", sinks="learnable_sink"):
-        out, lse = attention_selected(q, k, v, indices[None, None], return_lse=True, **given)
+        out, lse = attention_selected(q, k, v, indices[None, None], return_lse=True, **own)
     return rows.as_given(out[0].transpose(0, 1), lse[0].transpose(0, 1))

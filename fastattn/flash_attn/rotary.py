@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..call import need
 from ..nn.positions import rotate
 from .checks import need_integers, need_shape, within
+from .sequences import Tokens
 
 __all__ = [
     "RotaryEmbedding",
@@ -468,7 +469,7 @@ def _of_rows(
     _need_rows(x, axes)
     _need_table(x, cos, sin, ("positions",))
     if cu_seqlens is not None:
-        at = _positions_of_packed(len(x), cu_seqlens, max_seqlen, offsets)
+        at = _positions_of_packed(x, cu_seqlens, max_seqlen, offsets)
         at = within("seqlen_offsets", at, len(cos) - 1, "the positions of cos")
     elif isinstance(offsets, Tensor):
         need_integers("seqlen_offsets", offsets, (len(x),))
@@ -488,28 +489,18 @@ def _of_rows(
 
 
 def _positions_of_packed(
-    total: int, cu_seqlens: Tensor, max_seqlen: int | None, offsets: int | Tensor
+    x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, offsets: int | Tensor
 ) -> Tensor:
     """The position (T,) of each row of packed sequences."""
-    need_integers("cu_seqlens", cu_seqlens, ("batch + 1",))
     if max_seqlen is None:
         raise ValueError("max_seqlen: got None beside cu_seqlens, expected the largest length")
-    cu = cu_seqlens.long()
-    if cu.device.type == "cpu" and (not len(cu) or bool((cu.diff() < 0).any())):
-        expected = "offsets of sequences, which begin with 0 and never fall"
-        raise ValueError(f"cu_seqlens: got {cu.tolist()}, expected {expected}")
-    lengths = within("max_seqlen", cu.diff(), max_seqlen, "no sequence is longer than max_seqlen")
-    if cu.device.type == "cpu" and (int(cu[0]) != 0 or int(cu[-1]) != total):
-        raise ValueError(
-            f"cu_seqlens: got offsets from {int(cu[0])} to {int(cu[-1])}, expected 0 to {total}, "
-            "the number of rows of x"
-        )
-    sequence = torch.arange(len(lengths), device=cu.device)
-    sequence = sequence.repeat_interleave(lengths, output_size=total)
+    tokens = Tokens.of("cu_seqlens", cu_seqlens, x)
+    lengths = cu_seqlens.diff()
+    within("max_seqlen", lengths, max_seqlen, "no sequence is longer than max_seqlen")
     if isinstance(offsets, Tensor):
         need_integers("seqlen_offsets", offsets, (len(lengths),))
-        offsets = offsets[sequence]
-    return torch.arange(total, device=cu.device) - cu[sequence] + offsets
+        offsets = tokens.of_each(offsets)
+    return tokens.step + offsets
 
 
 # --------------------------------------------------------------------------- in place

@@ -52,7 +52,7 @@ def forbidden(f, a, g, b):
         return g == "softcap" and b
     if f == "selected" and a:
         others = g in ("score_mod", "mask_mod", "blocks") and b != "no"
-        return others or (g, b) == ("keys", "paged") or (g == "window" and b != (None, None))
+        return others or (g == "window" and b != (None, None))
     if (f, a) == ("causal", True):  # an empty window
         return (g, b) == ("window", (9, -3)) or (g == "window" and b[0] == -2)
     return False

@@ -423,7 +423,15 @@ WRONG = {
     ),
     "cu_seqlens_too_short": (
         lambda f: f(FLAT, *TABLE, cu_seqlens=CU[:2], max_seqlen=9),
-        "cu_seqlens: got offsets from 0 to 4, expected 0 to 10",
+        "cu_seqlens: got 4 last, expected 10, the rows of the packed tensor",
+    ),
+    "cu_seqlens_that_fall": (
+        lambda f: f(FLAT, *TABLE, cu_seqlens=torch.tensor([0, 6, 4, 10]), max_seqlen=9),
+        "cu_seqlens: got 4 after 6, expected offsets that never fall",
+    ),
+    "offsets_of_a_packed_batch": (
+        lambda f: f(FLAT, *TABLE, seqlen_offsets=CU[:1], cu_seqlens=CU, max_seqlen=6),
+        r"seqlen_offsets: got torch.int\d+ \(1,\), expected int32 or int64",
     ),
     "cu_seqlens_of_a_padded_batch": (
         lambda f: f(X, *TABLE, cu_seqlens=CU, max_seqlen=6),

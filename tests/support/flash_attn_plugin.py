@@ -5,8 +5,9 @@ a CPU.
         --flash-attn=<checkout of flash-attention> --most=40 <their tests>
 
 `install()` is active before their modules are imported. Their tests ask for "cuda", and get CPU
-tensors. --most draws so many cases of each test, of sizes up to 300 if it has these. Modules of
-their tests that lie in their package (`flash_attn.cute.testing`) are read from the checkout.
+tensors. --most draws so many cases of each test, of sizes up to 300 if it has these; --gpu=10 is
+the compute capability that they find, by which theirs skip cases. Modules of their tests that lie
+in their package (`flash_attn.cute.testing`) are read from the checkout.
 """
 
 import importlib
@@ -42,11 +43,12 @@ def is_cuda(device):
 def pytest_addoption(parser):
     parser.addoption("--flash-attn", type=Path, help="a checkout of flash-attention")
     parser.addoption("--most", type=int, help="cases of each test")
+    parser.addoption("--gpu", type=int, default=9, help="the compute capability that tests find")
 
 
 def pytest_configure(config):
     flash_attn.install()
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_capability = lambda *_: (config.getoption("gpu"), 0)
     for name in ("synchronize", "empty_cache", "manual_seed"):
         setattr(torch.cuda, name, lambda *_: None)
     OnCPU().__enter__()
