@@ -70,6 +70,7 @@ from .score_mods.kept_calls import mod_call as made_of
 from .score_mods.lowering import Begin, Lowered
 from .score_mods.mod_call import ModCall
 from .score_mods.recognition import Shape
+from .score_mods.tracing import need_arguments
 
 IN_TOKENS = TOKENS, TOKENS
 _MASK, *_AS_GIVEN, _SEED = (name for name in Tensors._field_defaults if name in DEFAULTS)
@@ -686,6 +687,8 @@ def prepare_packed(
     o = changed(o, max_q=max_q, max_k=max_k)
     if row_lengths is not None or isinstance(causal, Tensor):
         check(t, o)  # before sequences are others than the caller's
+        if not is_compiling():
+            need_arguments(**functions)
     if row_lengths is not None:
         check_row_lengths(row_lengths, t)
         known = not is_compiling() and kind((*t, row_lengths)) is not None

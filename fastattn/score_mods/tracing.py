@@ -217,7 +217,15 @@ def _run(fn: Callable, names: tuple[str, ...], device: Any, dtype: Any) -> tuple
             raise
 
 
-def _check_arguments(fn: Callable, names: tuple[str, ...], error: TypeError) -> None:
+def need_arguments(score_mod: Callable | None, mask_mod: Callable | None) -> None:
+    """Raise TypeError, as tracing does, for a function that takes other arguments: before it is
+    part of another function, which takes these."""
+    for fn, names in ((score_mod, SCORE_MOD), (mask_mod, MASK_MOD)):
+        if fn is not None:
+            _check_arguments(fn, names)
+
+
+def _check_arguments(fn: Callable, names: tuple[str, ...], error: TypeError | None = None) -> None:
     """Raise with a sentence if the function does not take `names`."""
     try:
         signature = inspect.signature(fn)

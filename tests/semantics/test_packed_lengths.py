@@ -152,6 +152,11 @@ WRONG |= {  # in the numbers of the caller's sequences
     | dict(cu_q=torch.tensor([0, 6, 5, 14, 31])),
     "cu_q: got 9 rows in sequence 2, expected at most max_q = 8": USED_FEWER | dict(max_q=8),
     "place.item: got -1": USED_FEWER | dict(place=Place(item=-1)),
+    r"a score_mod takes \(score, b, h, i, j\), got a function of \(s, i, j\)": USED_FEWER
+    | dict(score_mod=lambda s, i, j: s),
+    r"a mask_mod takes \(b, h, i, j\), got a function of \(i, j\)": dict(
+        causal=torch.tensor([True] * 4), mask_mod=lambda i, j: i >= j
+    ),
     "cu_q: got list": dict(
         causal=torch.tensor([True] * 4), cu_q=[0, 1], place=Place(bottom_right=True)
     ),

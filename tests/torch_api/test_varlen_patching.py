@@ -381,7 +381,9 @@ def test_out_of_another_kind(serve, out, message):
     [
         (dict(query=1.0), "query: got float, expected a torch.Tensor"),
         (dict(query=torch.zeros(1, 18, 4, 8)), r"query: got shape \(1, 18, 4, 8\)"),
-        (dict(key=torch.zeros(24, 4, 8)), "key.dtype: got torch.float32"),
+        (dict(key=torch.zeros(24, 4, 8)), "key.dtype: got torch.float32.*, as query has"),
+        (dict(key=torch.zeros(24, 4, 9).double()), "key: got .* head dim 8, as query has"),
+        (dict(value=torch.zeros(24, 2, 8).double()), "value: got .* 4 heads, as key has"),
         (dict(key=torch.zeros(3, 4, 4, 8)), r"key: got shape \(3, 4, 4, 8\), expected \(tokens"),
         (dict(value=torch.zeros(3, 4, 8).double()), "value: got"),
         (dict(cu_seq_q=torch.zeros(7)), "cu_seq_q.dtype: got torch.float32"),
