@@ -16,18 +16,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..api import prepare_packed
 from ..call.quantisation import STORAGE
 from ..call.qv import joined
 from ..call.spec import MaskMod, ScoreMod
-from ..dropin.flex_blocks import mask_mod_of
 from ..selection.attend import attention_selected
-from .checks import in_their_names, need_integers, within
+from .checks import in_their_names, need_integers, need_shape, whole_or_none
+from .cute_blocks import BlockSparseTensorsTorch, with_blocks
 from .flash_attn_3 import flash_attn_combine as combine_of_3
 from .flash_attn_3 import get_scheduler_metadata
-from .sequences import Count, Functions, Keys, Rows, Tokens, attend, each, say_once
+from .sequences import (
+    Count,
+    Functions,
+    Keys,
+    Rows,
+    Tokens,
+    attend,
+    each,
+    need_queries,
+    say_once,
+)
 from .translation import Arguments, arguments_of
 
 __all__ = [
@@ -42,51 +51,6 @@ OF_SHARED_KEYS = 512  # columns of keys that are the values, which FlashAttentio
 NO_WINDOW = (-1, -1)  # of FlashAttention-2 and -3
 Window = tuple[int | None, int | None]
 Outputs = tuple[Tensor, Tensor | None]
-
-
-class BlockSparseTensorsTorch(NamedTuple):
-    """The blocks of keys that each block of rows sees; those that no list has are hidden.
-
-    Args:
-        mask_block_cnt: The number of blocks in which mask_mod decides on each key.
-        mask_block_idx: Which blocks these are, the first ones of each list.
-        full_block_cnt: The number of blocks of which every key is seen.
-        full_block_idx: Which blocks these are.
-        cu_total_m_blocks: Blocks of packed sequences, which raise.
-        cu_block_idx_offsets: It has no effect.
-        block_size: Rows and keys of a block. Required.
-        dq_write_order, dq_write_order_full, spt: They have no effect.
-
-    Shape:
-        mask_block_cnt: (B, H, blocks of rows), int32 or int64. B and H may be 1.
-        mask_block_idx: (B, H, blocks of rows, n).
-        full_block_cnt: As mask_block_cnt.
-        full_block_idx: As mask_block_idx.
-        cu_total_m_blocks, cu_block_idx_offsets: Any.
-        dq_write_order, dq_write_order_full: Any.
-
-    Example:
-        >>> import torch
-        >>> from fastattn.flash_attn.cute import BlockSparseTensorsTorch, flash_attn_func
-        >>> count = torch.ones(1, 1, 2, dtype=torch.int32)
-        >>> own = torch.arange(2, dtype=torch.int32).view(1, 1, 2, 1)
-        >>> blocks = BlockSparseTensorsTorch(count, own, block_size=(4, 4))
-        >>> q, k, v = torch.randn(3, 1, 8, 2, 16)
-        >>> out, _ = flash_attn_func(q, k, v, block_sparse_tensors=blocks)
-        >>> first, _ = flash_attn_func(q[:, :4], k[:, :4], v[:, :4])
-        >>> torch.testing.assert_close(out[:, :4], first)
-    """
-
-    mask_block_cnt: Tensor
-    mask_block_idx: Tensor
-    full_block_cnt: Tensor | None = None
-    full_block_idx: Tensor | None = None
-    cu_total_m_blocks: Tensor | None = None
-    cu_block_idx_offsets: Tensor | None = None
-    block_size: tuple[int, int] | None = None
-    dq_write_order: Tensor | None = None
-    dq_write_order_full: Tensor | None = None
-    spt: bool | None = None
 
 
 class SeqlenInfo(NamedTuple):
@@ -164,7 +128,7 @@ def flash_attn_func(
             float64).
 
     Returns:
-        (out, lse). lse is None without return_lse.
+        (out, lse). lse is None without return_lse, unless a tensor requires grad.
 
     Raises:
         ValueError: As `fastattn.attention`, with FlashAttention's names; or arguments that exclude
@@ -191,12 +155,14 @@ def flash_attn_func(
     latent = qv is not None or (k is v and v.shape[-1] == OF_SHARED_KEYS)
     q, k, qv = _with_queries(q, k, v, qv)
     if block_sparse_tensors is not None:
-        functions = _with_blocks(functions, block_sparse_tensors, q, k)
+        need_shape("q", q, ("batch", "seqlen", "heads", "head_dim"))
+        functions = with_blocks(functions, block_sparse_tensors, q, k.shape[1])
     if gather_kv_indices is not None:
         _need_alone(functions, arguments)
         out, lse = _gathered(q, k, v, qv, gather_kv_indices, arguments)
     else:
         out, lse = attend(q, k, v, arguments, functions, qv=qv)
+    return_lse = return_lse or _need_grad(q, k, v, qv, learnable_sink)
     return _results(out, lse, latent, return_lse)
 
 
@@ -248,11 +214,11 @@ def flash_attn_varlen_func(
         seqused_q: The number of rows of each sequence that are used. The others are empty rows.
         seqused_k: The number of keys of each sequence that are used.
         gather_kv_indices: As in `flash_attn_func`.
-        page_table: The pages of each sequence; with seqused_k.
+        page_table: The pages of each sequence. Without seqused_k all of their keys are used.
         softmax_scale, causal, window_size, learnable_sink, softcap: As in `flash_attn_func`.
         num_splits, pack_gqa, deterministic: As in `flash_attn_func`.
         score_mod, score_mod_bwd, mask_mod: As in `flash_attn_func`.
-        block_sparse_tensors: Of padded rows and keys; as in `flash_attn_func`.
+        block_sparse_tensors: As in `flash_attn_func`; with cu_seqlens_q those of packed rows.
         aux_tensors, aux_scalars, return_lse: As in `flash_attn_func`.
         scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: They have no effect.
 
@@ -274,8 +240,7 @@ def flash_attn_varlen_func(
 
     Raises:
         ValueError: As `flash_attn_func`, and for offsets, lengths or pages out of range.
-        TypeError, NotImplementedError: As `flash_attn_func`; also for selected keys in pages, and
-            for blocks of packed sequences.
+        TypeError, NotImplementedError: As `flash_attn_func`.
 
     Example:
         >>> import torch
@@ -305,16 +270,19 @@ def flash_attn_varlen_func(
         page_table=page_table,
     )
     if block_sparse_tensors is not None:
-        if cu_seqlens_q is not None or cu_seqlens_k is not None or page_table is not None:
-            raise NotImplementedError(
-                "block_sparse_tensors: got it with packed sequences or pages, expected padded ones"
-            )
-        functions = _with_blocks(functions, block_sparse_tensors, q, k)
+        need_queries(q, qv, cu_seqlens_q)
+        longest = k.shape[1] if k.ndim > 3 else whole_or_none(max_seqlen_k) or len(k)
+        if page_table is not None:
+            longest *= page_table.shape[-1]
+        differ = cu_seqlens_k is not None or seqused_k is not None
+        given = q, longest, cu_seqlens_q, differ
+        functions = with_blocks(functions, block_sparse_tensors, *given)
     if gather_kv_indices is not None:
         _need_alone(functions, arguments)
         out, lse = _gathered(q, k, v, qv, gather_kv_indices, arguments, **where)
     else:
         out, lse = attend(q, k, v, arguments, functions, qv=qv, **where)
+    return_lse = return_lse or _need_grad(q, k, v, qv, learnable_sink)
     return _results(out, lse, latent, return_lse)
 
 
@@ -366,6 +334,10 @@ def flash_attn_combine(
 def _say(num_splits: int, pack_gqa: bool | None, score_mod_bwd: Any, blocks_bwd: Any) -> None:
     say_once(num_splits=None if num_splits == 1 else num_splits, pack_gqa=pack_gqa)
     say_once(score_mod_bwd=score_mod_bwd, block_sparse_tensors_bwd=blocks_bwd)
+
+
+def _need_grad(*given: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in given)
 
 
 def _results(out: Tensor, lse: Tensor, latent: bool, return_lse: bool) -> Outputs:
@@ -476,64 +448,6 @@ def seqlens_of(
         return SeqlenInfo(each(rows, b), each(keys, b), each(first_row, b), each(first_key, b))
 
     return seqlen
-
-
-class _Listed(NamedTuple):
-    """Blocks with the names that those of torch's BlockMask have."""
-
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor | None
-    full_kv_indices: Tensor | None
-    BLOCK_SIZE: tuple[int, int]
-    mask_mod: MaskMod
-
-
-def _with_blocks(
-    functions: Functions, blocks: BlockSparseTensorsTorch, q: Tensor, k: Tensor
-) -> Functions:
-    """The functions of which a mask_mod is true in these blocks alone, of q (B,M,H,D)."""
-    name = "block_sparse_tensors"
-    if blocks.cu_total_m_blocks is not None:
-        raise NotImplementedError(
-            f"{name}.cu_total_m_blocks: got blocks of packed sequences, expected None"
-        )
-    size = blocks.block_size
-    if not isinstance(size, tuple) or [type(x) for x in size] != [int] * 2 or min(size) < 1:
-        raise ValueError(
-            f"{name}.block_size: got {size!r}, expected (rows, keys) of a block: "
-            "FlashAttention-4's default depends on the GPU"
-        )
-    columns = -(-k.shape[1] // size[1])
-    if (blocks.full_block_cnt is None) != (blocks.full_block_idx is None):
-        raise ValueError(f"{name}.full_block_idx: expected it with full_block_cnt, got one of them")
-
-    def listed(kind: str) -> list[Tensor | None]:
-        count, index = (getattr(blocks, f"{kind}_block_{x}") for x in ("cnt", "idx"))
-        if count is None:
-            return [None, None]
-        need_integers(f"{name}.{kind}_block_cnt", count, ("batch", "heads", "row blocks"))
-        need_integers(f"{name}.{kind}_block_idx", index, (*count.shape, "blocks"))
-        for at, n in ((0, q.shape[0]), (1, q.shape[2]), (2, -(-q.shape[1] // size[0]))):
-            if count.shape[at] != n and (at == 2 or count.shape[at] != 1):
-                expected = f"(1 or {q.shape[0]}, 1 or {q.shape[2]}, {-(-q.shape[1] // size[0])})"
-                got = tuple(count.shape)
-                raise ValueError(f"{name}.{kind}_block_cnt: got shape {got}, expected {expected}")
-        count = within(f"{name}.{kind}_block_cnt", count, index.shape[-1])
-        counted = torch.arange(index.shape[-1], device=index.device) < count[..., None]
-        index = within(f"{name}.{kind}_block_idx", torch.where(counted, index, 0), columns - 1)
-        return [count, F.pad(index, (0, max(0, columns - index.shape[-1])))]
-
-    partial, whole = listed("mask"), listed("full")
-    if partial[0] is None:
-        raise ValueError(f"{name}.mask_block_cnt: got None, expected a tensor")
-    of_pairs = functions.mask_mod
-
-    def mask_mod(rows: Count, keys: Count) -> MaskMod:
-        own = of_pairs(rows, keys) if of_pairs else lambda b, h, i, j: j >= 0
-        return mask_mod_of(_Listed(*partial, *whole, size, own)) or own  # ty: ignore
-
-    return functions._replace(mask_mod=mask_mod)
 
 
 def _need_alone(functions: Functions, arguments: Arguments) -> None:

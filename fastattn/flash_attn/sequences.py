@@ -147,14 +147,17 @@ class Keys(NamedTuple):
         if seqused_k is not None:
             need_integers("seqused_k", seqused_k, (batch,))
         if page_table is not None:
-            if cu_seqlens_k is not None or seqused_k is None:
+            if cu_seqlens_k is not None:
                 raise ValueError(
-                    "page_table: got it with cu_seqlens_k, or without seqused_k, expected the "
-                    "number of keys of each sequence in seqused_k"
+                    "page_table: got it with cu_seqlens_k, expected the number of keys of each "
+                    "sequence in seqused_k"
                 )
             need_integers("page_table", page_table, (batch, "pages"))
             need_shape("k", k, ("blocks", "page", "heads", "head_dim"))
-            return cls(k, v, None, page_table, seqused_k, page_table.shape[1] * k.shape[1])
+            N = page_table.shape[1] * k.shape[1]
+            if seqused_k is None:
+                seqused_k = torch.full((batch,), N, device=k.device)
+            return cls(k, v, None, page_table, seqused_k, N)
         if cu_seqlens_k is not None:
             need_offsets("cu_seqlens_k", cu_seqlens_k, batch)
             return cls(k, v, cu_seqlens_k, None, seqused_k, whole_or_none(max_seqlen_k))

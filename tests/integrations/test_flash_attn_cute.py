@@ -42,10 +42,6 @@ def forbidden(f, a, g, b):
         return (g == "keys" and b != "dense") or (g in ("used_q", "used_k") and b)
     if (f, a) == ("keys", "dense"):
         return g == "rows" and b != "dense"
-    if (f, a) == ("keys", "paged"):
-        return (g, b) == ("used_k", False)
-    if f == "blocks" and a != "no":
-        return (g == "rows" and b == "packed") or (g == "keys" and b in ("packed", "paged"))
     if f == "mask_mod" and a != "no":
         return (g == "causal" and b) or (g == "window" and b != (None, None))
     if f == "score_mod" and a != "no":
@@ -123,20 +119,38 @@ def functions(row):
     return given, of_sequence, table
 
 
-def blocks_of(row, M, N):
-    """BlockSparseTensorsTorch, and (H,M,N) pairs of its blocks that are whole, or in part."""
-    m, n = -(-M // BLOCK[0]), -(-N // BLOCK[1])
+def blocks_of(row, ms, used_k, longest):
+    """BlockSparseTensorsTorch, and of each sequence (H,M,N) pairs of blocks whole, or in part."""
     g = torch.Generator().manual_seed(4)
-    kind = torch.randint(0, 3 if row["blocks"] == "with full" else 2, (1, H, m, n), generator=g)
-    lists = []
-    for what in (1, 2):
-        count = (kind == what).sum(-1)
-        order = (kind != what).int().sort(dim=-1, stable=True).indices
-        lists += [count.int(), order[..., : max(1, int(count.max()))].int()]
+    kinds, most = 3 if row["blocks"] == "with full" else 2, -(-longest // BLOCK[1])
+
+    def drawn(*sizes):
+        return torch.randint(0, kinds, sizes, generator=g)
+
+    if row["rows"] == "packed":
+        lists, each, entries = [], [], []
+        for m, n in ((-(-m // BLOCK[0]), -(-n // BLOCK[1])) for m, n in zip(ms, used_k)):
+            kind = drawn(H, m, n)
+            lists.append(listed(kind, n))
+            each.append(kind)
+            entries.append(m * n)
+        lists = [torch.cat([x.flatten(1) for x in some], 1) for some in zip(*lists)]
+        where = offsets([-(-m // BLOCK[0]) for m in ms]), offsets(entries)
+    else:
+        kind = drawn(1, H, -(-ms[0] // BLOCK[0]), most)
+        widest = max(int((kind == x).sum(-1).max()) for x in (1, 2))
+        lists, each, where = list(listed(kind, max(1, widest))), [kind[0]] * 4, (None, None)
     if row["blocks"] == "some":
         lists[2:] = None, None
-    each = kind[0].repeat_interleave(BLOCK[0], 1).repeat_interleave(BLOCK[1], 2)[:, :M, :N]
-    return cute.BlockSparseTensorsTorch(*lists, block_size=BLOCK), each
+    each = [x.repeat_interleave(BLOCK[0], 1).repeat_interleave(BLOCK[1], 2) for x in each]
+    return cute.BlockSparseTensorsTorch(*lists, *where, block_size=BLOCK), each
+
+
+def listed(kind, columns):
+    """The numbers and lists of blocks in part, and those of whole blocks."""
+    for what in (1, 2):
+        order = (kind != what).int().sort(dim=-1, stable=True).indices
+        yield from ((kind == what).sum(-1).int(), order[..., :columns].int())
 
 
 @pytest.mark.parametrize("row", ROWS, ids=map(named, ROWS))
@@ -167,7 +181,7 @@ def test_calls(row):
         leaves = leaves[2:]
     each = None
     if row["blocks"] != "no":
-        given["block_sparse_tensors"], each = blocks_of(row, ms[0], ns[0])
+        given["block_sparse_tensors"], each = blocks_of(row, ms, used_k, max(ns))
     selected = None
     if row["selected"]:
         g = torch.Generator().manual_seed(5)
@@ -209,8 +223,8 @@ def test_calls(row):
         i, j, m, n = int(first_q[b]), int(first_k[b]), used_q[b], used_k[b]
         of_scores, shown = of_sequence(b, m, n, int(of_rows_first[b]), int(of_keys_first[b]))
         if each is not None:
-            whole = each[:, :m, :n] == 2
-            shown = whole | ((each[:, :m, :n] == 1) & (True if shown is None else shown))
+            kind = each[b][:, :m, :n]
+            shown = (kind == 2) | ((kind == 1) & (True if shown is None else shown))
         if selected is not None:
             shown = torch.zeros(m, max(ns) + 4, dtype=torch.bool)
             shown = shown.scatter(1, selected[i : i + m].clamp(min=-1) + 1, True)[:, 1 : n + 1]
@@ -282,10 +296,22 @@ def test_signatures(name):
 
 
 def test_the_lse_is_returned_if_it_is_wanted():
-    x = random(1, 5, H, D)
+    """Or if a tensor requires grad, as FlashAttention-4 does."""
+    x, sinks = random(1, 5, H, D), torch.zeros(H).double().requires_grad_()
     assert cute.flash_attn_func(x, x, x)[1] is None
+    assert cute.flash_attn_func(x.clone().requires_grad_(), x, x)[1] is not None
+    assert cute.flash_attn_varlen_func(x, x, x, learnable_sink=sinks)[1] is not None
     outs, lses = torch.stack([x, x]), random(2, 1, 5, H)
     assert cute.flash_attn_combine(outs, lses, return_lse=False)[1] is None
+
+
+def test_pages_without_lengths():
+    """All of their keys are used."""
+    table = torch.tensor([[1, 0], [2, 1]], dtype=torch.int32)
+    pages, q = random(3, 4, H, D, seed=1), random(2, 5, H, D)
+    keys = pages[table].flatten(1, 2)
+    out = cute.flash_attn_varlen_func(q, pages, pages, page_table=table, causal=True)[0]
+    torch.testing.assert_close(out, cute.flash_attn_func(q, keys, keys, causal=True)[0])
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (None, None), (99, 99)])
@@ -322,6 +348,20 @@ def gathered(**given):
     return lambda: cute.flash_attn_varlen_func(X[0], X[0], X[0], **where, gather_kv_indices=indices)
 
 
+FIRST = torch.tensor([0, 1, 3], dtype=torch.int32)  # blocks of 2 rows and of 4 keys
+OF_ROWS = torch.ones(1, 3, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
+
+
+def in_blocks(**wrong):
+    """Blocks of packed sequences of 2 and 3 rows and keys."""
+    given = dict(cu_total_m_blocks=FIRST, cu_block_idx_offsets=FIRST, block_size=(2, 4)) | wrong
+    blocks = cute.BlockSparseTensorsTorch(*OF_ROWS)._replace(**given)
+    where = None, C, C, 3, 3
+    return lambda: cute.flash_attn_varlen_func(
+        X[0], X[0], X[0], *where, block_sparse_tensors=blocks
+    )
+
+
 @pytest.mark.parametrize(
     "call, kind, message",
     [
@@ -352,8 +392,27 @@ def gathered(**given):
         (dense(block_sparse_tensors=BLOCKS._replace(block_size=None)), ValueError, "block_size"),
         (
             dense(block_sparse_tensors=BLOCKS._replace(cu_total_m_blocks=C)),
-            NotImplementedError,
-            "cu_total_m_blocks: got",
+            ValueError,
+            "cu_total_m_blocks: got a tensor, expected .* None",
+        ),
+        *(
+            (in_blocks(**wrong), ValueError, f"block_sparse_tensors.{message}")
+            for wrong, message in (
+                (dict(cu_total_m_blocks=None), "cu_total_m_blocks: got None, expected offsets"),
+                (dict(cu_block_idx_offsets=None), "cu_block_idx_offsets: got None with"),
+                (dict(cu_total_m_blocks=FIRST[:2]), r"cu_total_m_blocks: got torch.int32 \(2,\)"),
+                (dict(cu_total_m_blocks=FIRST + 1), "cu_total_m_blocks: got 1 first"),
+                (dict(cu_total_m_blocks=2 * FIRST), "cu_total_m_blocks: got 6 last, expected 3"),
+                (dict(cu_total_m_blocks=FIRST[[0, 0, 2]]), "cu_total_m_blocks: got 1, expected 0"),
+                (dict(cu_block_idx_offsets=FIRST + 2), "cu_block_idx_offsets: got 5, expected 0"),
+                (dict(mask_block_cnt=OF_ROWS[0] * 2), "mask_block_cnt: got 2, expected 0 to 1"),
+                (dict(mask_block_idx=OF_ROWS[1] + 1), "mask_block_idx: got 1, expected 0 to 0"),
+                (dict(mask_block_cnt=OF_ROWS[0].repeat(3, 1)), "mask_block_idx: got .* .3, blocks"),
+                (
+                    dict(zip(BLOCKS._fields, (x.repeat(3, 1) for x in OF_ROWS))),
+                    r"mask_block_cnt: got shape \(3, 3\), expected \(1 or 4, 3\)",
+                ),
+            )
         ),
         *(
             (dense(block_sparse_tensors=BLOCKS._replace(**wrong)), ValueError, message)
@@ -378,17 +437,10 @@ def gathered(**given):
         ),
         (
             lambda: cute.flash_attn_varlen_func(
-                X[0], X, X, cu_seqlens_q=C, page_table=torch.zeros(2, 1, dtype=torch.int32)
+                X[0], X, X, None, C, C, page_table=torch.zeros(2, 1, dtype=torch.int32)
             ),
             ValueError,
-            "page_table: got it with cu_seqlens_k, or without seqused_k",
-        ),
-        (
-            lambda: cute.flash_attn_varlen_func(
-                X[0], X[0], X[0], None, C, C, block_sparse_tensors=BLOCKS
-            ),
-            NotImplementedError,
-            "block_sparse_tensors: got it with packed",
+            "page_table: got it with cu_seqlens_k",
         ),
     ],
 )
