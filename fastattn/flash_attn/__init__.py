@@ -7,7 +7,17 @@ what each function supports, and the differences from flash-attn.
 """
 
 from ..public_names import set_module
-from . import bert_padding, cute, flash_attn_3, flash_attn_interface, mha, rotary
+from . import (
+    activations,
+    bert_padding,
+    cute,
+    flash_attn_3,
+    flash_attn_interface,
+    losses,
+    mha,
+    norms,
+    rotary,
+)
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -21,6 +31,7 @@ from .installing import __version__, install, uninstall
 
 __all__ = [
     "__version__",
+    "activations",
     "bert_padding",
     "cute",
     "flash_attn_3",
@@ -33,7 +44,9 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "install",
+    "losses",
     "mha",
+    "norms",
     "rotary",
     "uninstall",
 ]

@@ -26,7 +26,7 @@ def public() -> set[str]:
     names |= {f"{prefix}{x}" for prefix, module in MODULES.items() for x in module.__all__}
     of_flash_attn = (x for x in flash_attn.__all__ if callable(getattr(flash_attn, x)))
     names |= {f"flash_attn.{x}" for x in of_flash_attn}
-    for module in ("flash_attn_3", "cute", "mha", "rotary"):
+    for module in ("flash_attn_3", "cute", "mha", "rotary", "norms", "losses", "activations"):
         names |= {f"flash_attn.{module}.{x}" for x in getattr(flash_attn, module).__all__}
     for library in ("transformers", "diffusers", "vllm"):
         names |= {f"integrations.{library}.{x}" for x in ("register", "unregister")}

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn.flash_attn import bert_padding, mha, rotary
+from fastattn.flash_attn import activations, bert_padding, losses, mha, norms, rotary
 from tests.support.checkout import ROOT
 from tests.support.marks import parametrize
 
@@ -29,6 +29,9 @@ NAMES = [*runpy.run_path(str(ROOT / "docs" / "extensions" / "docstrings.py"))["F
 NAMES += [f"flash_attn.bert_padding.{x}" for x in bert_padding.__all__]
 NAMES += [f"flash_attn.mha.{x}" for x in mha.__all__]
 NAMES += [f"flash_attn.rotary.{x}" for x in rotary.__all__]
+NAMES += [f"flash_attn.norms.{x}" for x in norms.__all__]
+NAMES += [f"flash_attn.losses.{x}" for x in losses.__all__]
+NAMES += [f"flash_attn.activations.{x}" for x in activations.__all__]
 
 # Attributes is for the classes that public functions return, and that only fastattn makes.
 SECTIONS = ("Args", "Attributes", "Shape", "Returns", "Raises", "Example")
