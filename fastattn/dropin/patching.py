@@ -36,9 +36,10 @@ SMALL = 1 << 20
 _lock = threading.RLock()
 # A forked child has none of the parent's other threads, so a lock that one of them holds would stay
 # locked in it.
-os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 _holders = {"patch": 0, "sdpa": 0}  # active patches by kind; each kind undoes only its own
 _active = False  # while False, a stand-in that was imported by name runs torch's function
 _buried = False  # another library's function replaced our stand-in, and may call it

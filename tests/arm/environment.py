@@ -120,6 +120,11 @@ def emulated(*arguments: str | Path, plugin: Sequence[str | Path] = (), cpu: str
     return [*map(str, (*command, *plugin, *arguments))]
 
 
+def python_path(*folders: str | Path) -> str:
+    """PYTHONPATH of these folders."""
+    return ":".join(map(str, folders))
+
+
 def python(*arguments: str | Path, **more) -> list:
     """The command that runs Arm's Python: in `environment_of_python`."""
     return emulated(FOLDER / "root/usr/bin/python3.11", *arguments, **more)
@@ -128,7 +133,7 @@ def python(*arguments: str | Path, **more) -> list:
 def environment_of_python(library: Path = LIBRARY) -> dict[str, str]:
     """The variables by which that Python finds torch, this checkout and the kernels for Arm."""
     return os.environ | {
-        "PYTHONPATH": f"{FOLDER / 'site'}:{ROOT}",
+        "PYTHONPATH": python_path(FOLDER / "site", ROOT),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
         "FASTATTN_LIBRARY": str(library),

@@ -82,7 +82,7 @@ void wait_until(Over over, HostedRun* of) {
     else if (turns < 3000)
       std::this_thread::yield();
     else
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      nap();
 }
 
 }  // namespace fa

@@ -397,7 +397,7 @@ const char* fa_cpu_unit(const FaCall* call) {
 const char* fa_cpu_why(void) { return fa::chosen.load()->why.c_str(); }
 
 const char* fa_cpu_served(const char* vendor, int64_t family, int64_t model, const char* isas) {
-  static thread_local std::string said;
+  std::string& said = fa::of_thread<std::string>();
   const fa::Order order = fa::order_for({vendor, family, model}, isas);
   said = order.isa + ", " + order.decoding + ": " + order.why;
   return said.c_str();

@@ -1,14 +1,20 @@
-// What operating systems spell differently: aligned memory, fork, a thread's name and time, and what
-// an Arm chip has.
+// What operating systems spell differently: aligned memory, fork, a thread's name, time, objects and
+// short sleep, and what an Arm chip has.
 #pragma once
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <thread>
 
 #if defined(_WIN32)
 #include <malloc.h>
-extern "C" __declspec(dllimport) unsigned long __stdcall GetCurrentThreadId(void);
+extern "C" {
+__declspec(dllimport) unsigned long __stdcall GetCurrentThreadId(void);
+__declspec(dllimport) unsigned long __stdcall FlsAlloc(void(__stdcall*)(void*));
+__declspec(dllimport) void* __stdcall FlsGetValue(unsigned long);
+__declspec(dllimport) int __stdcall FlsSetValue(unsigned long, void*);
+}
 #else
 #include <pthread.h>
 #include <time.h>
@@ -53,6 +59,30 @@ inline uint64_t thread_id() {
   return GetCurrentThreadId();
 #else
   return uint64_t(pthread_self());
+#endif
+}
+
+// The T of this thread, which ends with it.
+template <class T>
+T& of_thread() {
+#if defined(_WIN32)  // mingw frees the memory of a thread_local object before its destructor runs
+  static const unsigned long slot = FlsAlloc([](void* kept) { delete static_cast<T*>(kept); });
+  void* kept = FlsGetValue(slot);
+  if (!kept) FlsSetValue(slot, kept = new T);
+  return *static_cast<T*>(kept);
+#else
+  static thread_local T kept;
+  return kept;
+#endif
+}
+
+// Leaves the core to others for a while that is short beside a run. The shortest sleep of Windows is
+// a tick of its clock, up to 16 milliseconds: there the thread asks again at once.
+inline void nap() {
+#if defined(_WIN32)
+  std::this_thread::yield();
+#else
+  std::this_thread::sleep_for(std::chrono::microseconds(100));
 #endif
 }
 

@@ -43,10 +43,7 @@ class ScratchMemory {
 struct ThreadMemory {
   ScratchMemory scratch, workspace;
 };
-inline ThreadMemory& memory_of_thread() {
-  static thread_local ThreadMemory memory;
-  return memory;
-}
+inline ThreadMemory& memory_of_thread() { return of_thread<ThreadMemory>(); }
 
 // While this object lives, the thread may make another run in the middle of one: that has memory of
 // its own.

@@ -1,6 +1,7 @@
-"""Check that the file of a shared library is complete.
+"""Check that the file of a shared library is complete, on Linux: other systems have other formats,
+which their loaders check.
 
-The system's loader maps the sizes in the headers of a file, and a process that touches a mapped
+Linux's loader maps the sizes in the headers of a file, and a process that touches a mapped
 page past the end of that file is killed (SIGBUS). So the headers are checked first. Their layout is
 the 64-bit form in `man 5 elf`.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import struct
+import sys
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +24,10 @@ MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine
 
 
 def why_broken(path: Path) -> str | None:
-    """Why the file at `path` is not a complete library for this machine; None if it is one."""
+    """Why the file at `path` is not a complete library for this machine; None if it is one, or if
+    the system's loader is to say so."""
+    if sys.platform != "linux":
+        return None
     try:
         if not path.is_file():
             return f"{path} is no file"

@@ -272,12 +272,12 @@ def _load_extension() -> ModuleType | str:
     if setting("FASTATTN_EXTENSION") == "off":
         return "FASTATTN_EXTENSION is off"
     name, suffix = "fastattn_marshalling", ".abi3.so"
-    if suffix not in machinery.EXTENSION_SUFFIXES:
-        return "this Python has no stable ABI"
     candidates = _candidates(name + suffix, "FASTATTN_EXTENSION_LIBRARY")
     path = next((p for p in candidates if os.path.exists(p)), None)
     if path is None:
         return f"it was not built: {_note(candidates, 'no_extension.txt')}"
+    if suffix not in machinery.EXTENSION_SUFFIXES:
+        return "this Python has no stable ABI"
     if why := why_broken(path):
         return f"it does not load: {why}"
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
