@@ -21,7 +21,8 @@
 # make gpu       all work that needs a GPU: build, tests, sanitizers, timings beside torch's kernels and
 #                flash-attn; leaves a JSON and a page in bench/results/gpu. With none, a rehearsal
 # make wheels    build a wheel that installs without a compiler, and the sdist, into dist/; check both.
-#                ARCH=aarch64: the wheel for 64-bit Arm, cross-compiled, and tried under qemu
+#                ARCH=aarch64: the wheel for 64-bit Arm, cross-compiled, and tried under qemu.
+#                ARCH=win_amd64: that for Windows, by mingw, and tried under wine, if that is here
 # make hub       lay the wheel in dist/ out as a kernel repository of Hugging Face, in build/hub/; load
 #                it by the package kernels, and check it. Uploads nothing
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer

@@ -61,6 +61,7 @@ reason = libraries.extension_unavailable()
 assert reason is None or reason.startswith(expected), reason
 assert fastattn.__build__["portable"] == "on", fastattn.__build__
 pools = [x for x in threadpoolctl.threadpool_info() if x["user_api"] == "openmp"]
+pools = [x for x in pools if "stubs" not in x["filepath"]]  # of Intel, which have no threads
 assert len(pools) == 1, pools
 small, kept = q.detach()[:, :, :99], []
 for _ in range(9):

