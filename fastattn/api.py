@@ -17,11 +17,11 @@ from torch import (
 from torch.nn import functional as F
 from typing_extensions import Unpack  # torch depends on it
 
+from .backends.base import unavailable
 from .backends.native.libraries import cpu_unavailable
 from .backends.native.marshalling import kind
 from .backends.shared.per_sequence import longest
 from .backends.shared.value_checks import check_values, checks_values
-from .backends.triton.runtime import unavailable as triton_unavailable
 from .call.argument_hints import by_position
 from .call.causal_sequences import causal_mask_mod
 from .call.constants import constant
@@ -735,7 +735,7 @@ def runs_programs(device: torch.device, backend: str | None) -> bool:
         return is_compiling() or cpu_unavailable() is None
     interpreted = device.type == "cpu" and backend == "triton"
     on_gpu = device.type == "cuda" and backend in (None, "", "triton")
-    return (interpreted or on_gpu) and (is_compiling() or triton_unavailable() is None)
+    return (interpreted or on_gpu) and (is_compiling() or unavailable("triton", device) is None)
 
 
 def _with_functions(

@@ -39,13 +39,12 @@ from .budgets import nvidia_tool, read, write
 
 BUDGET = Path(__file__).with_name("aot_budget.json")
 
-ARCHS = (80, 90, 100, 120)
+ARCHS = (75, 80, 90, 100, 120)
 DTYPES = ("bfloat16", "float32")  # float16 shares bfloat16's tiles and instructions
 HEAD_DIMS = (64, 128, 256)
 
-# Most bytes of shared memory that a block may opt in to (CUDA programming guide, table of technical
-# specifications per compute capability), and columns of tensor memory.
-SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+# Most bytes of shared memory that a block may opt in to, and columns of tensor memory.
+SHARED = {arch: kb << 10 for arch, kb in {**tile_configs.SHARED, 89: 99}.items()}
 TENSOR_COLUMNS = 512
 WGMMA_ROWS = 64
 NO_PRODUCTS = ("delta", "combine", "rates", "block_mask", "block_mask keys")
@@ -75,6 +74,7 @@ class CompiledKernel:
     rows: int = 0  # of its matrix products; 0 without any
     registers: int = 0  # per thread
     spills: int = 0  # instructions that store or load a spilled register
+    in_loops: int = 0  # those in loops over tiles
     loop: int = 0  # instructions of an iteration of the shortest main loop
     shared: int = 0  # bytes per block
     tensor: int = 0  # columns of tensor memory per block
@@ -160,7 +160,10 @@ def cases(
 
 
 def absent(case: KernelCase) -> tuple[str, ...]:
-    """The variants that calls of this dtype, chip and head dim do not have."""
+    """The variants that calls of this dtype, chip and head dim do not have, or whose tiles and
+    products are those of others: on sm_75 features change neither."""
+    if case.arch < tile_configs.TENSOR_CORES:
+        return tuple({*VARIANTS} - {"plain", "causal", "everything", "tangents"})
     if case.dtype != "float32":
         return ("tf32", "ieee")
     in_parts = case.arch in tile_configs.PARTS and case.head_dim <= 128
@@ -266,7 +269,10 @@ def pretend(arch: int, launched: Callable) -> None:
     absent: Any = Absent(arch)  # has only the methods that compilation calls
     driver.set_active(absent)
     vars(launcher).update(
-        architecture=lambda device: arch, processors=lambda device: 132, run=launched
+        architecture=lambda device: arch,
+        processors=lambda device: 132,
+        shared_memory=lambda: max(SHARED.values()),  # tiles are judged, not replaced
+        run=launched,
     )
 
 
@@ -327,6 +333,7 @@ def inspect(binary: Any) -> dict[str, Any]:
     return dict(
         registers=int(registers[1]),
         spills=sass.spills(code.instructions),
+        in_loops=code.spills_in_loops(),
         loop=min((x.instructions for x in code.counts()), default=0),
         shared=binary.metadata.shared,
         tensor=getattr(binary.metadata, "tmem_size", None) or 0,
@@ -381,7 +388,7 @@ def budget_of(version: str) -> dict[str, int] | None:
 
 # -------------------------------------------------------------------------------------- the reports
 
-NUMBERS = ("registers", "spills", "loop", "shared", "tensor")
+NUMBERS = ("registers", "spills", "in_loops", "loop", "shared", "tensor")
 MIX = ("wgmma", "tcgen05", "mma", "tma", "cp_async", "exp2", "ffma")
 
 

@@ -166,6 +166,14 @@ class Code:
             if block == loop.header:
                 return found
 
+    def spills_in_loops(self) -> int:
+        """Spills in the loops over tiles, which compute exponentials, on any way through them."""
+        inside: set[int] = set()
+        for loop in self.loops:
+            if any(x.exponential for block in loop.blocks for x in self.blocks[block]):
+                inside |= loop.blocks
+        return sum(spills(self.blocks[block]) for block in inside)
+
     def counts(self) -> list[Counts]:
         """Of the main loops, the shortest first."""
         return sorted(count(self.iteration(loop)) for loop in self.main_loops())

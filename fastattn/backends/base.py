@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ Grads = Sequence[Tensor | None]  # dout and dlse; of `WithTangents.second`, and 
 COMMON_FEATURES = Feature(Feature.PAGED_GRAD.value - 1)
 
 
+class Chips(NamedTuple):
+    """GPUs that a backend has kernels for: of an architecture, and newer ones up to the next entry
+    of `Support.chips`."""
+
+    architecture: int  # 75 for compute capability 7.5
+    dtypes: frozenset[torch.dtype]
+    remark: str = ""  # what a user should know of all calls there
+
+
 @dataclass(frozen=True)
 class Support:
     """What a backend can do. Selection, errors, test skips and the README's table read it."""
@@ -34,20 +43,41 @@ class Support:
     features: Feature
     max_length: int | None = None  # for M and N, and for T and S of packed batches; None = any
     forward_head_dims: tuple[int, int] | None = None  # D and Dv of calls that are forward alone
+    chips: tuple[Chips, ...] = ()  # of GPUs, the oldest first; none for a backend of other devices
+
+    def on(self, architecture: int | None) -> Chips | None:
+        """What the backend has for GPUs of an architecture. None: nothing, or no GPU is asked
+        about."""
+        older = (x for x in reversed(self.chips) if x.architecture <= (architecture or 0))
+        return next(older, None)
+
+    def dtypes_on(self, architecture: int | None) -> frozenset[torch.dtype]:
+        chips = self.on(architecture)
+        return chips.dtypes if chips else self.dtypes
+
+    def too_old(self, architecture: int | None) -> str | None:
+        """Why the backend runs nothing on a GPU of an architecture, or None."""
+        if architecture is None or not self.chips:
+            return None
+        return gpu.too_old(architecture, self.chips[0].architecture)
 
     def head_dims(self, spec: AttentionSpec) -> tuple[int | None, int | None]:
         """The largest D and Dv for the passes that a call needs; None = any."""
         more = spec.features.value & (Feature.GRAD | Feature.WEIGHTS | Feature.TANGENTS).value
         return (not more and self.forward_head_dims) or (self.max_head_dim, self.max_head_dim)
 
-    def why_not(self, spec: AttentionSpec) -> list[str]:
-        """The reasons to decline `spec`; empty if the backend can run it."""
+    def why_not(self, spec: AttentionSpec, architecture: int | None = None) -> list[str]:
+        """The reasons to decline `spec`, on a GPU of this architecture if it is given; empty if the
+        backend can run it."""
+        old, dtypes = self.too_old(architecture), self.dtypes_on(architecture)
+        where = " on this GPU" if spec.dtype in self.dtypes else ""
         devices, longest, (d, dv) = self.devices, self.max_length, self.head_dims(spec)
         rows, keys = max(spec.rows, spec.T), max(spec.keys, spec.S, spec.P * spec.page)
         missing = _names(spec.features.value & ~self.features.value)
         rules = [
             (devices is None or spec.device in devices, f"no kernel for device {spec.device!r}"),
-            (spec.dtype in self.dtypes, f"no kernel for {spec.dtype}"),
+            (not old, f"{old}"),
+            (spec.dtype in dtypes, f"no kernel for {spec.dtype}{where}"),
             (d is None or spec.D <= d, f"head dim {spec.D} is over {d}"),
             (dv is None or spec.Dv <= dv, f"value head dim {spec.Dv} is over {dv}"),
             (longest is None or rows <= longest, f"{rows} queries are over {longest}"),
@@ -77,7 +107,8 @@ class Backend(Protocol):
     support: Support
 
     def unavailable(self) -> str | None:
-        """Why the backend cannot run on this machine, or None. Constant within a process."""
+        """Why the backend cannot run on this machine, or None. Constant within a process. A backend
+        for GPUs can if one GPU here is new enough; `support.chips` says which."""
         ...
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
@@ -205,9 +236,10 @@ def ordered(spec: AttentionSpec, device: torch.device | None) -> list[str]:
 
 def _applies(rule: Rule, spec: AttentionSpec, device: torch.device | None) -> bool:
     # A library is loaded last: only for a call that the rule is about.
-    if device is None or device.type != "cuda" or gpu.unavailable():
+    architecture = gpu.found(device)
+    if architecture is None or not rule.admits(spec, architecture):
         return False
-    if not rule.admits(spec, gpu.architecture(device)) or _declines(rule.backend, spec):
+    if device is None or _declines(rule.backend, spec, device):
         return False
     backend = cast(KernelClasses, get(rule.backend))
     return set(backend.kernels(spec, device).values()) == {rule.kernels}
@@ -223,11 +255,11 @@ def available_backends() -> dict[str, str | None]:
     """List all backends in order of preference, with the reason why one cannot run here.
 
     On some GPUs some calls have another order, which `explain` follows and `python -m fastattn`
-    prints.
+    prints. Of several GPUs one may be too old for a backend, which `explain` says of its calls.
 
     Returns:
-        A dict from the name of each backend to None if it can run on this machine, else to the
-        reason why it cannot.
+        A dict from the name of each backend to None if it can run on this machine, on one of its
+        GPUs at least, else to the reason why it cannot.
 
     Example:
         >>> import fastattn
@@ -240,17 +272,26 @@ def available_backends() -> dict[str, str | None]:
     return {name: get(name).unavailable() for name in names()}
 
 
-def why_not(name: str, spec: AttentionSpec) -> list[str]:
-    """Why backend `name` declines `spec`; empty if it can run it."""
+def unavailable(name: str, device: torch.device) -> str | None:
+    """Why backend `name` runs nothing on this device of the machine, or None."""
+    backend = get(name)
+    return backend.support.too_old(gpu.found(device)) or backend.unavailable()
+
+
+def why_not(name: str, spec: AttentionSpec, device: torch.device | None = None) -> list[str]:
+    """Why backend `name` declines `spec` on a device (None: any of its type); empty if it can run
+    it."""
     backend = get(name)
     down = backend.unavailable()
-    return ([down] if down else []) + backend.support.why_not(spec)
+    declined = backend.support.why_not(spec, gpu.found(device))
+    return [down, *(x for x in declined if x != down)] if down else declined
 
 
-def _declines(name: str, spec: AttentionSpec) -> list[str]:
+def _declines(name: str, spec: AttentionSpec, device: torch.device | None) -> list[str]:
     """Return what `why_not` returns, but call `unavailable` only if the declared support admits
     `spec`, because `unavailable` may load a library or import Triton."""
-    return get(name).support.why_not(spec) or why_not(name, spec)
+    declined = get(name).support.why_not(spec, gpu.found(device))
+    return declined or why_not(name, spec, device)
 
 
 def explain_choice(reasons: dict[str, list[str]]) -> str:
@@ -265,13 +306,13 @@ def choose(spec: AttentionSpec, requested: str = "", device: torch.device | None
     """
     declined: dict[str, list[str]] = {}
     for name in [requested] if requested else ordered(spec, device):
-        declined[name] = _declines(name, spec)
+        declined[name] = _declines(name, spec, device)
         if not declined[name]:
             if name == "reference" and not requested:
                 _warn_slow(declined)
             return _BACKENDS[name]
     if requested:
-        declined |= {name: why_not(name, spec) or ["can run it"] for name in names()}
+        declined |= {name: why_not(name, spec, device) or ["can run it"] for name in names()}
     what = f"backend {requested!r} cannot" if requested else "no backend can"
     raise NotImplementedError(f"{what} run {spec}:\n{explain_choice(declined)}")
 

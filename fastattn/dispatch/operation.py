@@ -93,7 +93,7 @@ def _plan_again(spec: AttentionSpec, what: str, requested: str, device: torch.de
     """The plan of another pass than forward. what: the field of the spec that asks for it. Pages
     need the backend of forward only if that has the pass."""
     spec = dataclasses.replace(spec, **{what: True})
-    if what == "paged_grad" and why_not(requested, spec):
+    if what == "paged_grad" and why_not(requested, spec, device):
         requested = ""
     backend = choose(spec, requested, device)
     _log(spec, backend)

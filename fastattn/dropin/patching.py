@@ -274,10 +274,10 @@ def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str |
         return "so small that calling costs more than computing"
     if why := _chosen():
         return why
-    device, dtype = query.device.type, query.dtype
-    known = device in fused_kernels.head_dims  # torch cannot ask for autocast of every device
-    if known and torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    device, dtype = query.device, query.dtype
+    known = device.type in ("cpu", "cuda")  # torch cannot ask for autocast of every device
+    if known and torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
     return fused_kernels.why_none(device, dtype, query.shape[-1], value.shape[-1])
 
 

@@ -62,7 +62,7 @@ def _run(
         return torchs.call(*args, **kwargs)
     query = given.get("query")
     on_cpu = not isinstance(query, torch.Tensor) or query.device.type == "cpu"
-    if not on_cpu and fused_kernels.why_none(query.device.type, query.dtype, query.shape[-1]):
+    if not on_cpu and fused_kernels.why_none(query.device, query.dtype, query.shape[-1]):
         return torchs.call(*args, **kwargs)
     try:
         _refuse_unknown(torchs, given)

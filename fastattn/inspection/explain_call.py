@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from ..api import no_values, prepare, prepare_packed
@@ -13,6 +14,7 @@ from ..backends import base
 from ..backends.native import libraries
 from ..backends.native.marshalling import kind
 from ..backends.preference import RULES, KernelClasses
+from ..backends.shared import gpu
 from ..call.qv import joined
 from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, AttentionSpec, Feature, Options, Tensors
 from ..call.validation import describe
@@ -38,6 +40,7 @@ class Explanation:
         functions: What became of a score_mod and a mask_mod: arguments of the call, a program on
             each score, with the number of its operations and of the blocks that it hides, or a
             mask. "" without them.
+        remarks: By name, what to know of a backend that can run the call on this GPU.
 
     Example:
         >>> import torch
@@ -53,6 +56,7 @@ class Explanation:
     unit: str | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     functions: str = ""
+    remarks: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [str(self.spec)]
@@ -66,6 +70,8 @@ class Explanation:
                 verdict = f"would run, on {self.unit}" if self.unit else "would run"
             else:
                 verdict = "; ".join(self.declined.get(name, [able]))
+            if name in self.remarks:
+                verdict += f", {self.remarks[name]}"
             if name == "cuda" and self.kernels:
                 verdict += f": {_by_class(self.kernels)}"
             lines.append(f"  {name}: {verdict}")
@@ -124,7 +130,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     requested = options.backend
     if requested:
         base.get(requested)  # raises for an unknown name
-    declined = {name: why for name in base.names() if (why := base.why_not(name, spec))}
+    declined = {name: why for name in base.names() if (why := base.why_not(name, spec, t.q.device))}
     able = [name for name in base.ordered(spec, t.q.device) if name not in declined]
     if requested:
         able = [name for name in able if name == requested]
@@ -135,7 +141,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         in_memory = t if kind(t) is not None else None  # fake tensors have no addresses
         kernels = cast(KernelClasses, base.get("cuda")).kernels(spec, t.q.device, in_memory)
     said = _functions(t, options, spec, arguments) if functions else ""
-    return Explanation(spec, chosen, declined, unit, kernels, said)
+    chip = gpu.found(t.q.device)
+    able_here = {name: base.get(name).support.on(chip) for name in base.names()}
+    remarks = {x: c.remark for x, c in able_here.items() if c and c.remark and x not in declined}
+    return Explanation(spec, chosen, declined, unit, kernels, said, remarks)
 
 
 def _functions(t: Tensors, o: Options, spec: AttentionSpec, given: Mapping[str, Any]) -> str:
@@ -178,7 +187,8 @@ def support_table() -> str:
         ["---"] * (1 + len(declared)),
         ["order of choice", *(_order(at, name) for at, name in enumerate(base.names(), 1))],
         ["devices", *(_listed(s.devices) for s in declared)],
-        ["dtypes", *(_listed(str(x)[6:] for x in s.dtypes) for s in declared)],
+        ["compute capability of a GPU", *map(_chips, declared)],
+        ["dtypes", *map(_dtypes, declared)],
         [
             "D and Dv up to",
             *map(_head_dims, declared),
@@ -190,6 +200,22 @@ def support_table() -> str:
         ),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _chips(support: base.Support) -> str:
+    """The oldest GPU: "7.5 or newer"."""
+    return f"{gpu.capability(support.chips[0].architecture)} or newer" if support.chips else ""
+
+
+def _dtypes(support: base.Support) -> str:
+    """All dtypes, and those of older GPUs that have fewer."""
+    few = [x for x in support.chips if x.dtypes != support.dtypes]
+    old = [f"on {gpu.capability(x.architecture)} {_named(x.dtypes)}" for x in few]
+    return "; ".join([_named(support.dtypes), *old])
+
+
+def _named(dtypes: Iterable[torch.dtype]) -> str:
+    return _listed(str(x)[6:] for x in dtypes)
 
 
 def _head_dims(support: base.Support) -> str:

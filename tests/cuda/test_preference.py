@@ -47,7 +47,7 @@ def two_gpus(monkeypatch):
     """torch sees an H100 and an A100, and both GPU backends can run."""
     library = kernel_classes.library()
     for where, name, value in (
-        (gpu, "unavailable", lambda: None),
+        (gpu, "unavailable", lambda oldest=0: None),
         (gpu, "architecture", CHIPS.__getitem__),
         (triton.Triton, "unavailable", lambda self: None),
         (cuda.Cuda, "unavailable", lambda self: None),

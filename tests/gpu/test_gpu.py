@@ -39,11 +39,12 @@ def shapes(dtype):
 
 def test_fused_kernels_are_here():
     """On a GPU that the kernels support, missing kernels are a failure, not a skip."""
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("the kernels need compute capability 8.0 or newer")
+    if torch.cuda.get_device_capability() < (7, 5):
+        pytest.skip("the kernels need compute capability 7.5 or newer")
     assert None in BACKENDS.values(), BACKENDS
     absent = [why for why in BACKENDS.values() if why]
-    assert all("not installed" in why or "not built" in why for why in absent), absent
+    known = ("not installed", "not built", "needs compute capability 8.0")  # CUDA C++ on a T4
+    assert all(any(x in why for x in known) for why in absent), absent
     q = torch.zeros(1, 1, 3, 16, device="cuda", dtype=torch.bfloat16)
     assert fastattn.explain(q, q, q).backend in BACKENDS
 

@@ -12,7 +12,7 @@ WAYS = {
     "emulator-worst": lambda: everywhere(sm_count=MULTIPROCESSORS, pessimistic=True),
     "nvcc-80": lambda: everywhere(sm_count=MULTIPROCESSORS, ptx=True),
     "nvcc-90": lambda: everywhere(sm_count=MULTIPROCESSORS, ptx=True, architecture=90),
-    **{f"triton-{x}": lambda x=x: triton.compiled(x, MULTIPROCESSORS) for x in (80, 90, 100)},
+    **{f"triton-{x}": lambda x=x: triton.compiled(x, MULTIPROCESSORS) for x in (75, 80, 90, 100)},
 }
 # Edges of tiles of 64 and 128 rows and keys, and of the few rows that decode takes.
 OF_BOTH = dict(
@@ -34,12 +34,13 @@ FORMS = ("dense", "packed", "paged")
 
 
 def calls(names, forms=FORMS, most=None, **fixed):
-    """Rows of each form by turns, with the ways `names` in turn, as cases of a test."""
+    """Rows of each form by turns, as cases of a test. Each form has the ways `names` in turn, and
+    begins with another one."""
 
-    def rows(form):
+    def rows(at, form):
         levels = OF_BOTH | fixed | (dict(grad=("no",)) if form == "paged" else {})
         levels = factors.of_form(form, levels)
-        return [(form, row) for row in factors.rows(form, most=most, **levels)]
+        found = factors.rows(form, most=most, **levels)
+        return [(form, row, names[(at + n) % len(names)]) for n, row in enumerate(found)]
 
-    every = by_turns(*map(rows, forms))
-    return cases((*x, names[n % len(names)]) for n, x in enumerate(every))
+    return cases(by_turns(*map(rows, range(len(forms)), forms)))

@@ -71,7 +71,7 @@ def emulated_gpu(monkeypatch):
     runtime = Runtime()
     monkeypatch.setattr(libraries, "cuda", binary)
     monkeypatch.setattr(libraries, "cuda_unavailable", lambda: None)
-    monkeypatch.setattr(gpu, "unavailable", lambda: None)
+    monkeypatch.setattr(gpu, "unavailable", lambda oldest=0: None)
     monkeypatch.setattr(gpu, "architecture", lambda device: 120)
     monkeypatch.setattr(gpu, "processors", lambda device: 132)
     return runtime

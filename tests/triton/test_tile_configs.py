@@ -13,7 +13,7 @@ from fastattn.backends.triton import autotune, tile_configs
 from fastattn.backends.triton.tile_configs import Config
 from fastattn.call.spec import AttentionSpec
 
-ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
+ARCHS = (75, 80, 86, 89, 90, 100, 103, 120, 121)
 HEAD_DIMS = (1, 64, 65, 128, 129, 256)
 PRECISIONS = ("ieee", "tf32", *tile_configs.PARTS.values())
 BUSY = ((), *((x,) for x in tile_configs.FEATURES), ("narrow",), ("given",), ("mask", "softcap"))
@@ -31,7 +31,8 @@ def test_every_tile_is_one_that_kernels_take(which, arch):
         tile = tile_configs.config(which, arch, itemsize, head_dim, busy, precision)
         for n in tile[:3]:
             assert n & (n - 1) == 0, "a power of two"
-        assert 16 <= tile.BM <= 128 and 16 <= tile.BN <= 128
+        summed, other = tile[:2] if which.startswith(("dk", "dv")) else tile[1::-1]
+        assert 16 <= summed <= 128 and 8 <= other <= 128
         assert tile.warps in (2, 4, 8) and tile.stages >= 1
 
 
@@ -41,7 +42,8 @@ def test_the_interpreter_has_one_small_tile(which):
 
 
 @pytest.mark.parametrize(
-    "arch, like", [(80, 80), (86, 86), (87, 86), (89, 86), (103, 100), (121, 120), (999, 120)]
+    "arch, like",
+    [(75, 75), (80, 80), (86, 86), (87, 86), (89, 86), (103, 100), (121, 120), (999, 120)],
 )
 def test_a_chip_without_a_table_uses_the_nearest_lower_one(arch, like):
     for which in tile_configs.PASSES:
@@ -98,7 +100,7 @@ def test_a_table_of_a_precision_has_every_pass_of_plain_calls(arch, precision):
 def test_a_pass_without_tiles_of_parts_has_ieee_products(arch):
     mine = tile_configs.PARTS.get(arch, "ieee")
     assert tile_configs.precision(arch, "parts") == mine
-    assert tile_configs.precision(arch, "tf32") == "tf32"
+    assert tile_configs.precision(arch, "tf32") == ("ieee" if arch == 75 else "tf32")
     for which, head_dim in itertools.product(("forward", "dq", "dkv", "jvp"), (64, 256)):
         about = which, arch, 4, head_dim, ()
         parts = which != "jvp" and head_dim == 64
@@ -109,8 +111,52 @@ def test_a_pass_without_tiles_of_parts_has_ieee_products(arch):
 
 
 def test_older_than_every_table_is_an_error():
-    with pytest.raises(ValueError, match="arch: got 75, expected 80 or newer"):
-        tile_configs.config("forward", 75, 2, 64, ())
+    with pytest.raises(ValueError, match="arch: got 70, expected 75 or newer"):
+        tile_configs.config("forward", 70, 2, 64, ())
+
+
+@pytest.mark.parametrize("which", tile_configs.PASSES)
+def test_sm_75_has_its_own_tiles_for_every_dtype(which):
+    """Its cores multiply numbers of 16 bits as they do float32: by multiply-adds."""
+    for head_dim, busy in itertools.product(HEAD_DIMS, BUSY):
+        tile, narrow = (tile_configs.config(which, 75, n, head_dim, busy) for n in (4, 2))
+        assert tile == narrow
+        assert which in tile_configs.WITHOUT_PRODUCTS or tile.stages == 1
+    assert tile_configs.config("forward", 80, 4, 128, ()) == tile_configs.config(
+        "forward", 120, 4, 128, ()
+    )
+
+
+# ------------------------------------------------------------------- chips with less shared memory
+
+
+@pytest.mark.parametrize("which", ["forward", "dq", "dkv", "dv_t", "decode", "dmask"])
+@pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
+def test_smaller_tiles_end_at_the_smallest_that_kernels_take(which, arch):
+    tile = tile_configs.config(which, arch, 2, 128, ())
+    steps = [tile]
+    while below := tile_configs.smaller(which, steps[-1]):
+        assert below.warps == tile.warps
+        assert math.prod(below) < math.prod(steps[-1])
+        assert sum(x != y for x, y in zip(below, steps[-1])) == 1, "one thing at a time"
+        steps.append(below)
+    summed, other = (16, 8) if which.startswith("d") and which[1] in "kv" else (8, 16)
+    assert steps[-1][:2] == (summed, other) and steps[-1].stages == 1
+    assert tile_configs.smallest(which, tile) == steps[-1]
+    assert len({x.stages for x in steps if max(x[:2]) > 32}) <= 2  # loads stay in flight
+
+
+@pytest.mark.parametrize("arch", tile_configs.TABLES, ids="sm_{}".format)
+def test_the_chip_of_a_table_has_room_for_it(arch):
+    mine = tile_configs.SHARED[arch] << 10
+    assert not tile_configs.lacks_room(arch, mine) and tile_configs.lacks_room(arch, mine - 16)
+
+
+@pytest.mark.parametrize("kb", [32, 48, 64, 99, 100, 228])
+def test_a_chip_without_a_table_has_the_room_that_it_says(kb):
+    assert tile_configs.lacks_room(89, kb << 10) == (kb < 99)
+    assert tile_configs.lacks_room(103, kb << 10) == (kb < 227)
+    assert tile_configs.lacks_room(76, kb << 10) == (kb < 64)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def described():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """torch accepts the GPU, and the CUDA library counts as built."""
-    monkeypatch.setattr(gpu, "unavailable", lambda: None)
+    monkeypatch.setattr(gpu, "unavailable", lambda oldest=0: None)
     monkeypatch.setattr(cuda.Cuda, "unavailable", lambda self: None)
     monkeypatch.setattr(runtime, "version", lambda: runtime.OLDEST)
     runtime.unavailable.cache_clear()

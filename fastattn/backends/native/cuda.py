@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...call.environment import setting
 from ...call.spec import AttentionSpec, Feature, Tensors
-from ..base import COMMON_FEATURES, Support, register
+from ..base import COMMON_FEATURES, Chips, Support, register
 from ..preference import passes_of
 from ..shared import cuda_errors, gpu
 from ..shared.value_checks import check_values
@@ -23,6 +23,7 @@ from .launcher import AFTER, PLACES, Launcher, Prepared, convert, refused
 from .marshalling import launch_on, pack
 
 SM_80, SM_90 = 80, 90
+DTYPES = frozenset({torch.bfloat16, torch.float16})
 PASSES = {
     "forward": libraries.FORWARD,
     "backward": libraries.BACKWARD,
@@ -33,7 +34,7 @@ PASSES = {
 
 @functools.cache
 def unavailable() -> str | None:
-    why = libraries.cuda_unavailable() or gpu.unavailable()
+    why = libraries.cuda_unavailable() or gpu.unavailable(SM_80)
     if why:
         return why
     library = libraries.cuda()
@@ -89,7 +90,8 @@ class Cuda(Launcher):
     name = "cuda"
     support: Support = Support(
         devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        dtypes=DTYPES,
+        chips=(Chips(SM_80, DTYPES),),
         max_head_dim=libraries.CUDA_MAX_HEAD_DIM,
         max_length=gpu.MAX_LENGTH,
         features=COMMON_FEATURES | Feature.INVARIANT,

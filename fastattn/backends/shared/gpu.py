@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-OLDEST_CAPABILITY = (8, 0)
 MAX_LENGTH = 1 << 29  # queries or keys: positions and their differences are 32 bits wide
 
 
@@ -19,14 +18,35 @@ class Chip(NamedTuple):
     architecture: int
 
 
-def unavailable() -> str | None:
-    """Why fastattn's kernels cannot run on the GPUs here, or None."""
+def unavailable(oldest: int = 0) -> str | None:
+    """Why kernels for GPUs of the architecture `oldest` or newer cannot run here, or None if one
+    GPU is such. Which one runs a call is asked for each device: `Support.why_not`."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "torch sees no CUDA GPU"
-    capability = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
-    if capability < OLDEST_CAPABILITY:
-        return f"needs compute capability 8.0 or newer, and a GPU here has {capability}"
-    return None
+    each = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return too_old(max(map(architecture, each), default=0), oldest)
+
+
+def too_old(architecture: int, oldest: int) -> str | None:
+    """Why a GPU of this architecture has no kernels, or None."""
+    if architecture >= oldest:
+        return None
+    return (
+        f"needs compute capability {capability(oldest)} or newer, got a GPU of "
+        f"{capability(architecture)}"
+    )
+
+
+def capability(architecture: int) -> str:
+    """7.5 for 75, 12.0 for 120."""
+    return f"{architecture // 10}.{architecture % 10}"
+
+
+def found(device: torch.device | None) -> int | None:
+    """The architecture of a GPU; None for another device, or if torch sees none."""
+    if device is None or device.type != "cuda" or unavailable():
+        return None
+    return architecture(device)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call.spec import AttentionSpec, Feature, Tangents, Tensors
-from ..base import BAD_INDEX, COMMON_FEATURES, Grads, Outs, Support, register
+from ..base import BAD_INDEX, COMMON_FEATURES, Chips, Grads, Outs, Support, register
 from ..native.launcher import in_grad_order, prepared
 from ..shared import gpu
 from ..shared.gathered_pages import Rows, backward_of_pages
@@ -23,12 +23,19 @@ from .launch_cache import interpreted
 from .runtime import kernels, unavailable
 from .tangents import TangentJob, rows_in_line
 
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+CHIPS = (
+    Chips(75, DTYPES, "by multiply-adds: Triton has no products on the tensor cores of sm_75"),
+    Chips(80, DTYPES),
+)
+
 
 class Triton:
     name = "triton"
     support: Support = Support(
         devices=frozenset({"cpu" if interpreted() else "cuda"}),
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        dtypes=DTYPES,
+        chips=CHIPS,
         max_head_dim=tile_configs.MOST,
         forward_head_dims=tile_configs.MOST_FORWARD,
         max_length=gpu.MAX_LENGTH,

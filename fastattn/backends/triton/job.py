@@ -34,10 +34,13 @@ from .arguments import (
 )
 from .launch_cache import Launch
 from .program_source import is_sum
-from .runtime import kernels, run, timed
+from .runtime import fits, kernels, run, shared_memory, timed
 
 OWNS = dict(forward="rows", dq="rows", dq_captured="rows", dkv="keys", dk="keys", dv="keys")
 LONGEST_FIRST_BYTES = 32 << 20  # keys and values that programs share in the L2 cache
+
+
+Programs = Callable[[tile_configs.Config], int]  # of a launch, by its tile
 
 
 class Alike(NamedTuple):
@@ -46,7 +49,9 @@ class Alike(NamedTuple):
     arch: int
     flags: Any
     tiled: tuple[Any, ...]  # the arguments by which `tile_configs.config` chooses its tiles
-    launches: dict[tuple[Any, ...], Launch]
+    launches: dict[tuple[Any, ...], Launch | tile_configs.Config]  # a smaller tile that fits
+    room: int  # bytes of shared memory that a block may have; 0 in the interpreter
+    lacks_room: bool  # as tile_configs.lacks_room says
 
 
 class Job:
@@ -62,7 +67,9 @@ class Job:
     arch: int
     flags: Any
     tiled: tuple[Any, ...]
-    launches: dict[tuple[Any, ...], Launch]
+    launches: dict[tuple[Any, ...], Launch | tile_configs.Config]
+    room: int
+    lacks_room: bool
     normaliser: Tensor
     of_rows: Tensor
 
@@ -89,7 +96,7 @@ class Job:
             derived = self.derive(arch, multiply, latent, (t.q, t.k, t.v, dout))
             if self.key:
                 launch_cache.keep(kept, self.key, derived)
-        self.arch, self.flags, self.tiled, self.launches = derived
+        self.arch, self.flags, self.tiled, self.launches, self.room, self.lacks_room = derived
         self.block_masks: dict[tuple[Any, ...], Any] = {}
         self.sees: Tensor | None = None  # which rows see a score far above finfo.min
         self.searches = arch and autotune.enabled() and not spec.row_invariant
@@ -115,7 +122,8 @@ class Job:
             # row_invariant: in another call the same rows may be narrow, and need the same tile.
             busy += ["narrow"] * (not wide or spec.row_invariant) + ["wide mask"] * wide_mask
         tiled = arch, spec.dtype.itemsize, max(spec.D, spec.Dv), tuple(busy), precision
-        return Alike(arch, f, tiled, {})
+        room = shared_memory() if arch else 0
+        return Alike(arch, f, tiled, {}, room, bool(arch) and tile_configs.lacks_room(arch, room))
 
     # ------------------------------------------------------------------------------------ forward
 
@@ -265,21 +273,24 @@ class Job:
         spec = self.spec
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         c = self.config(self.of_mask)
-        whole = (spec.B, spec.H, blocks(spec.M, c.BM), blocks(spec.N, c.BN))
         summed = tuple(n == 1 for n in shape)
-        tiles = math.prod(n for n, s in zip(whole, summed) if not s)
-        work = math.prod(n for n, s in zip(whole, summed) if s)
-        splits = min(work, max(1, 2 * processors(self.device) // tiles))
+
+        def count(c: tile_configs.Config, over: bool) -> int:
+            """The tiles of all heads, or of all that share an element, if `over`."""
+            whole = (spec.B, spec.H, blocks(spec.M, c.BM), blocks(spec.N, c.BN))
+            return math.prod(n for n, s in zip(whole, summed) if s == over)
+
+        splits = min(count(c, True), max(1, 2 * processors(self.device) // count(c, False)))
         partial = mask.new_empty((splits, *shape), dtype=torch.float32)
-        self.walk_mask(partial, tiles * splits, summed)
+        self.walk_mask(partial, lambda c: count(c, False) * splits, summed)
         dmask = partial[0] if splits == 1 else partial.sum(0)
         return dmask.to(spec.stored(mask.dtype)).view(mask.shape)
 
-    def walk_mask(self, partial: Tensor, programs: int, summed: tuple[bool, ...]) -> None:
+    def walk_mask(self, partial: Tensor, programs: Programs, summed: tuple[bool, ...]) -> None:
         self.launch(
             kernels().backward.dmask_kernel,
             self.of_mask,
-            lambda c: programs,
+            programs,
             self.inputs,
             (self.of_rows, partial),
             # One tile from each tensor is not worth a descriptor. The mask is read in any case.
@@ -346,20 +357,23 @@ class Job:
         return block_mask
 
     def config(self, which: str) -> tile_configs.Config:
-        return _tile(tile_configs.config, which, *self.tiled)
+        tile = _tile(tile_configs.config, which, *self.tiled)
+        # row_invariant: what another layout of the same rows needs must not change the tile.
+        fixed = self.lacks_room and self.spec.row_invariant
+        return tile_configs.smallest(which, tile) if fixed else tile
 
     def launch(
         self,
         kernel: Any,
         which: str,
-        programs: Callable[[tile_configs.Config], int],
+        programs: Programs,
         own: tuple[Any, ...],
         others: tuple[Any, ...],
         config: tile_configs.Config | None = None,
         **constexprs: Any,
     ) -> None:
         """Run a kernel on a grid of `programs(config)`, with this tile, else with that of its table
-        or of the autotuner.
+        or of the autotuner; with a smaller one where the chip has no room for it.
 
         own: its first arguments, which are tensors of the call.
         """
@@ -376,7 +390,10 @@ class Job:
             keeps = self.key and not kernel.pre_run_hooks
             if keeps:
                 key = (kernel.fn, c, *constexprs.values(), specialization_key(others))
-                if again := self.launches.get(key):
+                again = self.launches.get(key)
+                if isinstance(again, tile_configs.Config):
+                    return attempt(again)
+                if again:
                     return again(args, extras)
             options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
             BD, BX = columns(spec.D) if which in ("forward", "decode") else (padded(spec.D), 0)
@@ -384,7 +401,16 @@ class Job:
             tile = kernels().score.Tile(c.BM, c.BN, D, spec.Dv, BD, padded(spec.Dv), spec.D - D, BX)
             constants, sizes = constexprs | dict(T=tile), scalars(spec, self.together)
             grid = (programs(c),)
-            made = run(kernel, grid, *args, *sizes, extras, **constants, **options)
+            given = (*args, *sizes, extras)
+            # Without kept launches each would be compiled twice, if only to find it in a cache.
+            looks = self.lacks_room or (keeps and self.room)
+            if looks and not fits(self.room, kernel, grid, *given, **constants, **options):
+                if not (below := tile_configs.smaller(which, c)):
+                    raise RuntimeError(no_room(kernel.__name__, self.room))
+                if keeps:
+                    launch_cache.keep(self.launches, key, below)
+                return attempt(below)
+            made = run(kernel, grid, *given, **constants, **options)
             if keeps and made is not None:
                 named = tuple(constants[x] for x in kernel.arg_names if x in constants)
                 launch_cache.keep(self.launches, key, Launch(made, *grid, sizes, named))
@@ -401,3 +427,10 @@ class Job:
 @functools.lru_cache(maxsize=4096)
 def _tile(table: Callable[..., Any], *about: Any) -> Any:
     return table(*about)
+
+
+def no_room(name: str, room: int) -> str:
+    return (
+        f"{name}: got a GPU with {room} bytes of shared memory for a block, fewer than the "
+        'smallest tile of this call needs: expected more, a smaller head dim, or backend="reference"'
+    )

@@ -27,7 +27,7 @@ def unavailable() -> str | None:
         return f"Triton {tile_configs.triton_version()} is older than {OLDEST[0]}.{OLDEST[1]}"
     if interpreted():
         return None
-    missing = gpu.unavailable()
+    missing = gpu.unavailable(min(tile_configs.TABLES))
     if missing and not torch.cuda.is_available():
         missing += " (TRITON_INTERPRET=1 runs it on CPU tensors, slowly)"
     return missing or launch_cache.launcher_unavailable() or None
@@ -56,6 +56,21 @@ def run(kernel: Any, grid: tuple[int], *args: Any, **kwargs: Any) -> Any:
         if what := cuda_errors.advice(str(error)):
             raise RuntimeError(f"Triton failed at {kernel.__name__}: {error}: {what}") from error
         raise
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may have on the current GPU, as Triton reads it."""
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    return active.utils.get_device_properties(active.get_current_device())["max_shared_mem"]
+
+
+def fits(room: int, kernel: Any, grid: tuple[int], *args: Any, **kwargs: Any) -> bool:
+    """True if a kernel, compiled for these arguments and not launched, needs at most `room` bytes
+    of shared memory."""
+    made = launch_cache.with_workspace(kernel.warmup, *args, grid=grid, **kwargs)
+    return made is None or made.metadata.shared <= room
 
 
 def timed(attempt: Callable[[tile_configs.Config], Any], config: tile_configs.Config) -> float:

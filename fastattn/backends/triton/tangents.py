@@ -10,7 +10,7 @@ from torch import Tensor
 from ...call.spec import AttentionSpec, Tangents, Tensors
 from . import tile_configs
 from .arguments import blocks, broadcast, operand
-from .job import Job
+from .job import Job, Programs
 from .runtime import kernels
 
 
@@ -100,11 +100,11 @@ class TangentJob(Job):
             F=self.pointers,
         )
 
-    def walk_mask(self, partial: Tensor, programs: int, summed: tuple[bool, ...]) -> None:
+    def walk_mask(self, partial: Tensor, programs: Programs, summed: tuple[bool, ...]) -> None:
         self.launch(
             kernels().backward_jvp.dmask_t_kernel,
             self.of_mask,
-            lambda c: programs,
+            programs,
             self.inputs,
             (self.moving, self.of_rows, self.rates, partial),
             F=self.pointers,

@@ -189,6 +189,32 @@ FLOAT32: Table = {  # IEEE products are FMAs of every thread: small tiles, on ev
     ("dkv_t", 256): same(C(16, 16, 8, 1)),
     ("dmask_t", 256): same(C(16, 16, 8, 1)),
 }
+TURING: Table = {  # sm_75, every dtype: FMAs too, 64 KB, and no loads in flight during products
+    ("forward", 64): same(C(64, 32, 8, 1)),
+    ("forward", 128): same(C(32, 32, 8, 1)),
+    ("forward", 256): same(C(32, 16, 8, 1)),
+    ("dq", 64): same(C(64, 16, 8, 1)),
+    ("dq", 256): same(C(16, 16, 8, 1)),
+    ("dkv", 64): same(C(32, 32, 8, 1)),
+    ("dkv", 128): same(C(16, 16, 8, 1)),
+    ("dkv", 256): same(C(16, 8, 4, 1)),
+    ("dmask", 128): same(C(16, 32, 8, 1)),
+    ("dmask", 256): same(C(16, 16, 8, 1)),
+    ("weights", 64): same(C(32, 32, 8, 1)),
+    ("weights", 256): same(C(16, 16, 8, 1)),
+    ("decode", 128): same(C(16, 32, 8, 1)),
+    ("decode", 256): same(C(16, 16, 4, 1)),
+    ("forward", 576): same(C(8, 16, 4, 1)),
+    ("decode", 576): same(C(8, 16, 4, 1)),
+    ("jvp", 64): same(C(32, 32, 8, 1)),
+    ("jvp", 256): same(C(16, 16, 8, 1)),
+    ("dq_t", 64): same(C(32, 16, 8, 1)),
+    ("dq_t", 128): same(C(16, 16, 8, 1)),
+    ("dq_t", 256): same(C(8, 16, 4, 1)),
+    ("dkv_t", 64): same(C(16, 32, 8, 1)),
+    ("dkv_t", 256): same(C(16, 8, 4, 1)),
+    ("dmask_t", 256): same(C(16, 16, 8, 1)),
+}
 # fmt: on
 
 # float32 on tensor cores: in parts (kernels/tile.py), and in tf32
@@ -249,11 +275,18 @@ OF_PRECISION = {  # where a precision has no tile, FLOAT32's serves: for IEEE pr
 BY_ROWS = C(32, 32, 4, 1)  # for passes without products
 WITHOUT_PRODUCTS = ("delta", "rates", "combine", "index_check")
 READING = dict(warps=8, stages=2)  # to read a mask for its structure: no products either
-TABLES = {80: AMPERE, 86: SMALL, 90: HOPPER, 100: BLACKWELL, 120: SMALL}  # 16-bit, by arch
+# By arch, of 16 bits; TURING is of all dtypes.
+TABLES = {75: TURING, 80: AMPERE, 86: SMALL, 90: HOPPER, 100: BLACKWELL, 120: SMALL}
+# Most KB of shared memory that a block may opt in to on these chips (CUDA programming guide, table
+# of technical specifications per compute capability). Every tile of their tables fits.
+SHARED = {75: 64, 80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
+TENSOR_CORES = 80  # the oldest chip on whose tensor cores Triton multiplies
 
 
 def precision(arch: int, asked: str) -> str:
     """`Flags.precision` of float32 on a chip if the user asks for "parts", "tf32" or "ieee"."""
+    if 0 < arch < TENSOR_CORES:
+        return "ieee"
     return PARTS.get(arch, "ieee") if asked == "parts" else asked
 
 
@@ -313,6 +346,33 @@ def _of_features(row: Row, busy: Sequence[str]) -> Config | None:
     return getattr(row, busy[0]) or row.one
 
 
+# A chip without a table may have less shared memory than the one whose table serves it, and a call
+# may need more than those that `make aot` compiles. So a kernel that is compiled says what it
+# needs, and where the chip has less the launcher takes the next smaller tile. Registers always
+# suffice: ptxas compiles for the threads of a tile, and spills what is left over.
+
+
+def lacks_room(arch: int, room: int) -> bool:
+    """True if a chip with `room` bytes of shared memory for a block has less than that of its
+    table."""
+    return room < SHARED[nearest(arch)] << 10
+
+
+def smaller(which: str, tile: Config) -> Config | None:
+    """The next smaller tile of a pass, None after the smallest. Of its two sides the longer one is
+    halved. Two stages go late: loads in flight during products are worth more than a large tile."""
+    summed = "BM" if which.startswith(("dk", "dv")) else "BN"  # over which products add up
+    sides = sorted(("BN", "BM"), key=lambda side: -getattr(tile, side))
+    halves = [x for x in sides if getattr(tile, x) > (16 if x == summed else 8)]
+    if tile.stages > 2 or (tile.stages == 2 and max(tile[:2]) <= 32):
+        return tile._replace(stages=tile.stages - 1)
+    return tile._replace(**{halves[0]: getattr(tile, halves[0]) // 2}) if halves else None
+
+
+def smallest(which: str, tile: Config) -> Config:
+    return smallest(which, below) if (below := smaller(which, tile)) else tile
+
+
 def reading(tile: Config) -> Config:
     """The tile with the launch options for the kernel that reads a mask for its structure."""
     return tile._replace(**READING)
@@ -350,11 +410,17 @@ def apart(
     return _row(table, which, head_dim) is not None
 
 
-def _table(arch: int, itemsize: int) -> Table:
-    nearest = max((x for x in TABLES if x <= arch), default=None)
-    if nearest is None:
+def nearest(arch: int) -> int:
+    """The chip whose table serves: this one, else the nearest older one."""
+    found = max((x for x in TABLES if x <= arch), default=None)
+    if found is None:
         raise ValueError(f"arch: got {arch}, expected {min(TABLES)} or newer")
-    return FLOAT32 if itemsize == 4 else TABLES[nearest]
+    return found
+
+
+def _table(arch: int, itemsize: int) -> Table:
+    chip = nearest(arch)
+    return FLOAT32 if itemsize == 4 and chip >= TENSOR_CORES else TABLES[chip]
 
 
 def _row(table: Table, which: str, head_dim: int) -> Row | None:

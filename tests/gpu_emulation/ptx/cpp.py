@@ -21,7 +21,7 @@ STATIC, LOCAL = 48, 64
 # Registers of a multiprocessor, and how many a thread may have, by eights. Each of its four parts
 # has a quarter of them, and a quarter of the warps of all blocks.
 REGISTERS, MOST_REGISTERS, BY, QUARTERS = 64 << 10, 256, 8, 4
-LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+LIMITS = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 def source(kernels):

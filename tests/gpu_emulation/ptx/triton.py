@@ -31,16 +31,22 @@ OPTIONS = dict(same_value_stores=True, tensor_fences=False)
 
 
 class Driver(Absent):
-    """Triton's driver of a GPU of `arch`; it uses the emulator."""
+    """Triton's driver of a GPU of `arch`, with `shared` bytes of shared memory for a block; it uses
+    the emulator."""
 
-    def __init__(self, arch):
+    def __init__(self, arch, shared):
         super().__init__(arch)
         self.executor, self.options, self.launched = library.Executor(Emulator()), {}, []
+        self.shared = shared
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": SHARED[arch]},
+            get_device_properties=lambda device: {"max_shared_mem": self.shared},
             load_binary=self.load,
         )
         self.launcher_cls = self.launcher
+
+    def get_current_device(self):
+        """Triton keeps kernels and limits by device: one for each kind of chip."""
+        return self.arch << 20 | self.shared >> 10
 
     def load(self, name, ptx, shared, device):
         """Many kernels have one name: each is launched by a digest of its PTX."""
@@ -61,6 +67,7 @@ class Driver(Absent):
         bytes_of_all = metadata.global_scratch_size * math.prod(grid)
         assert SCRATCH_ALIGN % (metadata.global_scratch_align or 1) == 0
         assert not metadata.profile_scratch_size
+        assert metadata.shared <= self.shared
         scratch = [emulator.aligned(bytes_of_all, np.uint8, SCRATCH_ALIGN), bytes(8)]
         block = (32 * metadata.num_warps,)
         found = self.executor.launch(
@@ -88,20 +95,20 @@ def until_ptx(backend=None, stages=None, options=None, language=None, capability
     return "ptx", "ptx"
 
 
-# One for each architecture: a kernel that Triton compiled is launched by its first driver ever
+# One for each kind of chip: a kernel that Triton compiled is launched by its first driver ever
 # after.
 driver_of = functools.cache(Driver)
 
 
 @contextmanager
-def compiled(arch=80, multiprocessors=MULTIPROCESSORS, **options):
+def compiled(arch=80, multiprocessors=MULTIPROCESSORS, shared=None, **options):
     """Inside, every call runs Triton's kernels of `arch`, as compiled, on the emulator. Yields the
     driver: it takes options of the emulator, and keeps the names of launched kernels and the
-    findings."""
+    findings. shared: bytes of shared memory of a chip that does not exist."""
     from triton import knobs
     from triton.runtime import driver
 
-    made, backend = driver_of(arch), Triton()
+    made, backend = driver_of(arch, shared or SHARED[arch]), Triton()
     made.options, made.launched = options, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", made)

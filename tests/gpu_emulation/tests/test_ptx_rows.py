@@ -10,7 +10,7 @@ from tests.gpu_emulation.ways import FORMS, NARROW, OF_CUDA, calls
 from tests.support.backends import needs_triton
 
 pytestmark = [needs_emulator, pytest.mark.slow]  # a call compiles its kernels
-NVCC, TRITON = ("nvcc-80", "nvcc-90"), ("triton-80", "triton-90", "triton-100")
+NVCC, TRITON = ("nvcc-80", "nvcc-90"), ("triton-75", "triton-80", "triton-90", "triton-100")
 STORED = ("own", "int8", "float8_e4m3fn", "float8_e5m2")
 
 

@@ -1,5 +1,5 @@
-"""Triton's kernels, compiled for sm_80, sm_90 and sm_100 and run on the emulator, which shows
-faults that Triton's interpreter cannot.
+"""Triton's kernels, compiled for sm_75, sm_80, sm_90 and sm_100 and run on the emulator, which
+shows faults that Triton's interpreter cannot.
 
 Blocks of masks and weights on one small tile, and every tile of the tuning tables: test_ptx_rows.py
 has calls with every argument. The launcher chooses kernels and their arguments, as on a GPU.
@@ -34,6 +34,7 @@ class Small(NamedTuple):
 # On sm_90, products of warpgroups need 64 rows, and boxes of tensors need multiples of 16 bytes. On
 # sm_100 products in tensor memory need 64 rows, and as many keys for those of dK and dV.
 SMALL = {
+    75: Small(tile_configs.Config(32, 32, 4, 1), 40, 170, 17),
     80: Small(tile_configs.Config(32, 32, 4, 2), 40, 170, 17),
     90: Small(tile_configs.Config(64, 64, 4, 2), 70, 340, 24),
     100: Small(tile_configs.Config(64, 64, 4, 2), 70, 340, 24),
@@ -121,6 +122,16 @@ def test_tiles(compiled, dtype, d, kind):
 def test_tiles_of_decode(compiled, dtype, d, kind):
     judge(build(Dims(1, 4, 1, 3, 600, d, d), KINDS[kind], DTYPES[dtype]), backward=False)
     assert kernels(compiled) == {"split_kernel", "combine_kernel"}
+
+
+@pytest.mark.parametrize("kb", [32, 48, 64, 99, 100, 228])
+def test_tiles_of_chips_that_do_not_exist(kb):
+    """sm_89 has no table, and less shared memory here, or more, than sm_86: the driver refuses what
+    a block of it cannot have."""
+    with triton.compiled(89, shared=kb << 10) as driver:
+        judge(build(Dims(1, 2, 1, 150, 140, 64, 64), KINDS["busy"], DTYPES["bfloat16"]))
+        judge(build(Dims(1, 4, 1, 3, 600, 64, 64), KINDS["plain"], DTYPES["float16"]), False)
+    assert kernels(driver) >= ATTENTION | {"dmask_kernel", "split_kernel"}
 
 
 @every_table
