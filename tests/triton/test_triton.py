@@ -216,11 +216,11 @@ EVERYTHING = tuple(FEATURE[name] for name in (*EVERYTHING, "dropout", "gqa"))
 
 
 @every_backend
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [75, 80, 90])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("features", [PLAIN, (FEATURE["causal"],), EVERYTHING], ids=name_of)
 def test_tiles_of_a_gpu(name, arch, dtype, features, monkeypatch):
-    """The tiles of an A100 and of an H100, the latter with tensor descriptors."""
+    """The tiles of a T4, an A100 and an H100, the last with tensor descriptors."""
     monkeypatch.setattr(job, "architecture", lambda device: arch)
     seen = []
     monkeypatch.setattr(job.Job, "launch", spy(job.Job.launch, seen))

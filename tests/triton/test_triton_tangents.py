@@ -26,7 +26,7 @@ def wrong(problem, known=True):
 
 
 @every_backend
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [75, 80, 90])
 @pytest.mark.parametrize("dim", [24, 72, 130])
 @pytest.mark.parametrize("names", ["plain", "causal+softcap+bias_grad+dropout+gqa"])
 def test_tiles_of_a_gpu(name, names, dim, arch, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 import fastattn
 from fastattn.backends import base
-from fastattn.backends.triton import arguments, tile_configs
+from fastattn.backends.triton import arguments, job, tile_configs
 from tests.features import factors
 from tests.features.test_calls import agrees, by_turns, cases
 from tests.support.backends import DECLARED, INTERPRETED, passed
@@ -66,6 +66,21 @@ def test_values_that_are_the_first_columns_of_keys(dims, dtype):
         for x in (problem.v, problem.v.clone())
     ]
     assert torch.equal(*found)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dims", [LATENT, FEW, Dims(1, 2, 1, 37, 45, 200, 130), Dims(1, 2, 2, 3, 170, 256, 256)], ids=str
+)
+def test_tiles_of_sm_75(dims, dtype, monkeypatch):
+    """Some have 8 rows, or 8 keys."""
+    monkeypatch.setattr(job, "architecture", lambda device: 75)
+    features = FEATURE["causal"], FEATURE["softcap"], FEATURE["key_bias_grad"]
+    problem = build(dims, features, DTYPES[dtype])
+    trains = max(dims.D, dims.Dv) <= tile_configs.MOST
+    found = Verdict(problem, backward=trains).complaints(fastattn.attention, backend="triton")
+    passed(found)
 
 
 @interpreted

@@ -122,8 +122,8 @@ class Job:
             # row_invariant: in another call the same rows may be narrow, and need the same tile.
             busy += ["narrow"] * (not wide or spec.row_invariant) + ["wide mask"] * wide_mask
         tiled = arch, spec.dtype.itemsize, max(spec.D, spec.Dv), tuple(busy), precision
-        room = shared_memory() if arch else 0
-        return Alike(arch, f, tiled, {}, room, bool(arch) and tile_configs.lacks_room(arch, room))
+        room = shared_memory()
+        return Alike(arch, f, tiled, {}, room, room > 0 and tile_configs.lacks_room(arch, room))
 
     # ------------------------------------------------------------------------------------ forward
 

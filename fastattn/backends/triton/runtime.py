@@ -59,7 +59,10 @@ def run(kernel: Any, grid: tuple[int], *args: Any, **kwargs: Any) -> Any:
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a block may have on the current GPU, as Triton reads it."""
+    """Bytes of shared memory that a block may have on the current GPU, as Triton reads it; 0 in the
+    interpreter, which has no limit."""
+    if interpreted():
+        return 0
     from triton.runtime import driver
 
     active: Any = driver.active
