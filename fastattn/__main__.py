@@ -1,8 +1,12 @@
-"""python -m fastattn [--json | --support]: what is here, what is not, and why."""
+"""python -m fastattn [check | --json | --support]: what is here, what is not, and why.
+
+`python -m fastattn check --help` lists the options of a command.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -17,6 +21,9 @@ from .backends.native import libraries
 from .backends.native.cuda import lacks_sm_90
 from .backends.preference import RULES
 from .inspection.explain_call import support_table
+from .namespace import PACKAGE
+
+COMMANDS = ("check",)
 
 
 def report() -> dict[str, Any]:
@@ -83,22 +90,40 @@ def _by_unit(units: dict[str, str]) -> str:
     return ", ".join([usual, *others])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m fastattn", description=__doc__)
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status. A command gets the arguments that follow its name."""
+    given = sys.argv[1:] if arguments is None else arguments
+    name = given[0] if given and given[0] in COMMANDS else ""
+    module: Any = importlib.import_module(f"{PACKAGE}.commands.{name}") if name else None
+    parser = argparse.ArgumentParser(
+        prog=f"python -m fastattn {name}".strip(),
+        description=module.__doc__ if name else __doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if name:
+        module.add_options(parser)
+        chosen = parser.parse_args(given[1:])
+        try:
+            return module.command(chosen)
+        except ValueError as error:
+            print(f"{parser.prog}: {error}", file=sys.stderr)
+            return 2
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--support", action="store_true", help="print the README's support table")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args(given)
     if chosen.support:
         print(support_table())
     elif chosen.json:
         print(json.dumps(report(), indent=2))
     else:
         print(show(report()))
+    return 0
 
 
 if __name__ == "__main__":
     try:
-        main()
+        status = main()
         sys.stdout.flush()
+        sys.exit(status)
     except BrokenPipeError:  # as after `| head`; the flush at exit must not raise it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -371,6 +371,11 @@ def cpu_units() -> dict[str, dict[str, str]]:
     return units
 
 
+def cpu_selected() -> tuple[str, str]:
+    """The instruction set in use, and that for few rows, as `select_cpu_isa` takes them."""
+    return cpu_isa(), cpu_units()["bfloat16"]["one row"]
+
+
 def select_cpu_isa(name: str, decoding: str | None = None) -> None:
     """Use the kernels compiled for `name`, in the whole process; or `decoding`'s for few rows."""
     if cpu().select(name.encode(), (decoding or name).encode()):

@@ -1,0 +1,1 @@
+"""The commands of `python -m fastattn` that compute: check and tune."""
