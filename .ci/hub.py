@@ -30,7 +30,7 @@ LICENSE = "mit"
 REPOSITORY = BUILD / "hub" / NAME
 PYTHON = (".py", ".pyi")
 # Programs that import the package by the name under which pip installs it.
-PROGRAMS = ("examples", "__main__.py")
+PROGRAMS = ("commands", "examples", "__main__.py")
 NATIVE = ("libfastattn_cpu.so", "fastattn_marshalling.abi3.so", "build.json")
 # The newest version of each set of symbols in manylinux_2_28, which the hub asks for.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}

@@ -1,4 +1,4 @@
-"""python -m fastattn [check | --json | --support]: what is here, what is not, and why.
+"""python -m fastattn [check | tune | --json | --support]: what is here, what is not, and why.
 
 `python -m fastattn check --help` lists the options of a command.
 """
@@ -19,11 +19,12 @@ from . import __version__
 from .backends.base import available_backends
 from .backends.native import libraries
 from .backends.native.cuda import lacks_sm_90
-from .backends.preference import RULES
+from .backends.preference import Rule, committed, rules
+from .backends.shared import gpu
 from .inspection.explain_call import support_table
 from .namespace import PACKAGE
 
-COMMANDS = ("check",)
+COMMANDS = ("check", "tune")
 
 
 def report() -> dict[str, Any]:
@@ -50,8 +51,14 @@ def report() -> dict[str, Any]:
         else {"library": str(libraries.cuda().path), "lacks_sm_90": lacks_sm_90()},
         "extension": _status(libraries.extension_unavailable()),
         "backends": {name: _status(reason) for name, reason in available_backends().items()},
-        "rules": [str(rule) for rule in RULES],
+        "rules": [str(rule) for rule in _rules()],
     }
+
+
+def _rules() -> tuple[Rule, ...]:
+    """Those of the GPU here; without one, those that come with the package."""
+    usable = not gpu.unavailable()
+    return rules(torch.device("cuda", torch.cuda.current_device())) if usable else committed()
 
 
 def _status(reason: str | None) -> dict:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tangents, Tensors
 from ..namespace import PACKAGE
-from .preference import PREFERENCE, RULES, KernelClasses, Rule
+from .preference import PREFERENCE, KernelClasses, Rule, rules
 from .shared import gpu
 
 Outs = Sequence[Tensor]  # out and the normaliser; of `WithTangents.jvp`, and their tangents
@@ -227,20 +227,34 @@ def names() -> list[str]:
 def ordered(spec: AttentionSpec, device: torch.device | None) -> list[str]:
     """The names of all registered backends, in order of preference for a call on this device."""
     order = names()
-    for rule in RULES:
-        if {rule.backend, rule.instead_of} <= set(order) and _applies(rule, spec, device):
-            order.remove(rule.backend)
-            order.insert(order.index(rule.instead_of), rule.backend)
+    for rule in _applying(spec, device):
+        order.remove(rule.backend)
+        order.insert(order.index(rule.instead_of), rule.backend)
     return order
 
 
-def _applies(rule: Rule, spec: AttentionSpec, device: torch.device | None) -> bool:
-    # A library is loaded last: only for a call that the rule is about.
+def measured(spec: AttentionSpec, device: torch.device | None, chosen: str) -> str:
+    """The file by which the chosen backend comes before another; "" if there is none."""
+    sources = [x.source for x in _applying(spec, device) if x.backend == chosen]
+    return sources[-1] if sources else ""
+
+
+def _applying(spec: AttentionSpec, device: torch.device | None) -> list[Rule]:
+    """The rules that decide about a call."""
     architecture = gpu.found(device)
-    if architecture is None or not rule.admits(spec, architecture):
+    if device is None or architecture is None:
+        return []
+    known = set(names())
+    found = [x for x in rules(device) if {x.backend, x.instead_of} <= known]
+    return [x for x in found if x.admits(spec, architecture) and _applies(x, spec, device)]
+
+
+def _applies(rule: Rule, spec: AttentionSpec, device: torch.device) -> bool:
+    # A library is loaded last: only for a call that the rule is about.
+    if _declines(rule.backend, spec, device):
         return False
-    if device is None or _declines(rule.backend, spec, device):
-        return False
+    if not rule.kernels:
+        return True
     backend = cast(KernelClasses, get(rule.backend))
     return set(backend.kernels(spec, device).values()) == {rule.kernels}
 

@@ -1,12 +1,16 @@
-"""The order in which backends are tried, and the calls on some GPUs that have another order."""
+"""The order in which backends are tried, and the calls on some GPUs that have another order: the
+rules of files that were measured."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..call.spec import AttentionSpec, Feature, Tensors
+from .measured import files
 
 # Triton's kernels come before those in CUDA C++, because they support newer GPUs.
 PREFERENCE = ["cpu", "triton", "cuda", "reference"]
@@ -34,18 +38,24 @@ class Rule(NamedTuple):
     features: Feature  # the call has no other features
     dtypes: frozenset[torch.dtype]
     backend: str
-    kernels: str
+    kernels: str  # "": of any class
     instead_of: str
-    evidence: tuple[str, ...]  # files of bench/results that timed both backends on such calls
+    evidence: tuple[str, ...] = ()  # files of bench/results that timed both backends on such calls
+    all_features: bool = False  # the call has every one of the features, too
+    sizes: tuple[tuple[str, int, int], ...] = ()  # the least and the most of M, N and heads
+    source: str = ""  # the file that has the rule
 
     def admits(self, spec: AttentionSpec, architecture: int) -> bool:
         least, most = self.head_dims
+        given = spec.features & ~Feature.GRAD
         return (
             architecture == self.architecture
             and passes_of(spec) == self.passes
             and least <= max(spec.D, spec.Dv) <= most
-            and not spec.features & ~(self.features | Feature.GRAD)
+            and not given & ~self.features
+            and not (self.all_features and self.features & ~given)
             and spec.dtype in self.dtypes
+            and all(low <= size(spec, name) <= high for name, low, high in self.sizes)
         )
 
     def calls(self) -> str:
@@ -57,26 +67,87 @@ class Rule(NamedTuple):
         features = ", ".join(str(x.name).lower() for x in Feature if x & self.features)
         dtypes = " and ".join(sorted(str(x)[6:] for x in self.dtypes))
         where = f"{self.backend} before {self.instead_of} on sm_{self.architecture}"
-        return (
-            f"{where} for {self.calls()}, in {dtypes}, plain or with {features}, if kernels of "
-            f"{self.kernels} run them"
+        calls = self.calls() + "".join(f", {x} {low} to {high}" for x, low, high in self.sizes)
+        kernels = f", if kernels of {self.kernels} run them" if self.kernels else ""
+        having = "with" if self.all_features else "plain or with"
+        return f"{where} for {calls}, in {dtypes}, {having} {features or 'nothing more'}{kernels}"
+
+    def written(self) -> dict[str, Any]:
+        """The rule as a file has it; `parsed` makes it again."""
+        return dict(
+            backend=self.backend,
+            kernels=self.kernels,
+            instead_of=self.instead_of,
+            passes=[*self.passes],
+            head_dims=[*self.head_dims],
+            features=[x.name for x in Feature if x & self.features],
+            dtypes=sorted(str(x)[6:] for x in self.dtypes),
+            evidence=[*self.evidence],
+            all_features=self.all_features,
+            sizes=[[*x] for x in self.sizes],
         )
 
 
-_HALF = frozenset({torch.bfloat16, torch.float16})
-# What the loops of plain kernels compute, as they have no code for anything else.
-_PLAIN = Feature.BAND | Feature.LENGTHS | Feature.SINKS | Feature.GQA | Feature.PACKED
-_FORWARD, _TRAINING = ("forward",), ("forward", "backward")
+def parsed(written: dict[str, Any], architecture: int, source: str) -> Rule:
+    """Raises KeyError, TypeError, ValueError or AttributeError for what is no rule."""
+    least, most = written["head_dims"]
+    passes, sizes = tuple(written["passes"]), tuple(map(tuple, written.get("sizes", ())))
+    if not all(name in SIZES and low <= high for name, low, high in sizes):
+        raise ValueError(f"sizes: got {sizes}")
+    features = Feature.NONE
+    for name in written["features"]:
+        features |= Feature[name]
+    return Rule(
+        architecture,
+        passes,
+        (int(least), int(most)),
+        features,
+        frozenset(getattr(torch, x) for x in written["dtypes"]),
+        str(written["backend"]),
+        str(written["kernels"]),
+        str(written["instead_of"]),
+        tuple(written.get("evidence", ())),
+        bool(written.get("all_features", False)),
+        sizes,
+        source,
+    )
 
 
-def _on_hopper(passes: tuple[str, ...], head_dims: tuple[int, int], evidence: str) -> Rule:
-    return Rule(90, passes, head_dims, _PLAIN, _HALF, "cuda", "sm_90", "triton", (evidence,))
+SIZES = "M", "N", "heads"  # of all items
 
 
-RULES: list[Rule] = [
-    _on_hopper(_TRAINING, (33, 128), "gpu/nvidia-h200-experiments.json"),
-    _on_hopper(_FORWARD, (33, 192), "nvidia-h100-80gb-hbm3.json"),
-]
+def size(spec: AttentionSpec, name: str) -> int:
+    return spec.B * spec.H if name == "heads" else getattr(spec, name)
+
+
+def _rules(found: files.Measured, written: list[dict[str, Any]], source: str) -> tuple[Rule, ...]:
+    return tuple(parsed(x, found.identity["architecture"], source) for x in written)
+
+
+@functools.cache
+def committed() -> tuple[Rule, ...]:
+    """The rules that come with the package."""
+    found = map(files.read, sorted(files.COMMITTED.glob("*.json")))
+    shown = Path(*files.COMMITTED.parts[-3:])  # fastattn/backends/measured
+    return tuple(
+        rule
+        for x in found
+        for rule in _rules(x, x.choices["rules"], (shown / x.path.name).as_posix())
+    )
+
+
+@functools.cache
+def rules(device: torch.device) -> tuple[Rule, ...]:
+    """The rules for a GPU. Those that were measured on this machine come last: the last one that
+    admits a call decides."""
+    found = files.here(device)
+    if found is None:
+        return committed()
+
+    def parse(written: list[dict[str, Any]]) -> tuple[Rule, ...]:
+        return _rules(found, written, str(found.path))
+
+    return committed() + files.choices(device, "rules", parse, ())
 
 
 def passes_of(spec: AttentionSpec) -> tuple[str, ...]:

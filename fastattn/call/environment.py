@@ -8,7 +8,6 @@ import os
 VALUES = {  # the first is as without the variable
     "FASTATTN_LOG": ("0", "1"),
     "FASTATTN_CHECK": ("0", "1"),
-    "FASTATTN_AUTOTUNE": ("0", "1"),
     "FASTATTN_FLOAT32": ("tiles", "vector"),
     "FASTATTN_SM90": ("on", "off"),
     "FASTATTN_EXTENSION": ("auto", "on", "off"),

@@ -82,7 +82,7 @@ def path(prepare: Prepare, names: Iterable[str] = ()) -> Path:
         given = dict(zip(names, by_position)) | named
         return _plan(prepared, {name: x for name, x in given.items() if isinstance(x, Tensor)})
 
-    active = _STATES, _GLOBALS, torch.is_grad_enabled, torch.get_num_threads
+    active = _STATES, _GLOBALS, torch.is_grad_enabled, libraries.get_num_threads
     return make_plan, *active, _NUMBERS, record
 
 

@@ -13,7 +13,7 @@ from ..api import no_values, prepare, prepare_packed
 from ..backends import base
 from ..backends.native import libraries
 from ..backends.native.marshalling import kind
-from ..backends.preference import RULES, KernelClasses
+from ..backends.preference import KernelClasses, committed
 from ..backends.shared import gpu
 from ..call.qv import joined
 from ..call.spec import BLOCK_KEYS, BLOCK_ROWS, AttentionSpec, Feature, Options, Tensors
@@ -41,6 +41,8 @@ class Explanation:
             each score, with the number of its operations and of the blocks that it hides, or a
             mask. "" without them.
         remarks: By name, what to know of a backend that can run the call on this GPU.
+        measured: The file of measurements by which the backend comes before another, or by which
+            the CPU runs on the instruction set of `unit`. "" if there is none.
 
     Example:
         >>> import torch
@@ -57,6 +59,7 @@ class Explanation:
     kernels: dict[str, str] = field(default_factory=dict)
     functions: str = ""
     remarks: dict[str, str] = field(default_factory=dict)
+    measured: str = ""
 
     def __str__(self) -> str:
         lines = [str(self.spec)]
@@ -68,6 +71,7 @@ class Explanation:
         for name in base.names():
             if name == self.backend:
                 verdict = f"would run, on {self.unit}" if self.unit else "would run"
+                verdict += f", as measured ({self.measured})" if self.measured else ""
             else:
                 verdict = "; ".join(self.declined.get(name, [able]))
             if name in self.remarks:
@@ -144,7 +148,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     chip = gpu.found(t.q.device)
     able_here = {name: base.get(name).support.on(chip) for name in base.names()}
     remarks = {x: c.remark for x, c in able_here.items() if c and c.remark and x not in declined}
-    return Explanation(spec, chosen, declined, unit, kernels, said, remarks)
+    source = base.measured(spec, t.q.device, chosen or "") if not requested else ""
+    if chosen == "cpu":
+        source = libraries.cpu_measured()
+    return Explanation(spec, chosen, declined, unit, kernels, said, remarks, source)
 
 
 def _functions(t: Tensors, o: Options, spec: AttentionSpec, given: Mapping[str, Any]) -> str:
@@ -229,7 +236,7 @@ def _head_dims(support: base.Support) -> str:
 def _order(at: int, name: str) -> str:
     """Its place among the backends, and the calls for which it comes before another."""
     calls: dict[str, list[str]] = {}
-    for rule in RULES:
+    for rule in committed():
         if rule.backend == name:
             where = f"before {rule.instead_of} on sm_{rule.architecture}"
             calls.setdefault(where, []).append(rule.calls())

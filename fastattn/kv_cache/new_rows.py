@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..backends.native import libraries
-from ..backends.native.libraries import DTYPE
+from ..backends.native.libraries import DTYPE, get_num_threads
 from ..backends.native.marshalling import kind
 from ..call.quantisation import STORAGE
 from ..dispatch import fast_path
@@ -140,7 +140,7 @@ def _packed(
         *(pages.data_ptr(), DTYPE[pages.dtype], *pages.stride()[:3]),
         *((0, 0, 0, 0) if scales is None else (scales.data_ptr(), *scales.stride())),
         *bookkeeping,
-        *(table.shape[0], n, heads, D, P, page, table.shape[1], torch.get_num_threads()),
+        *(table.shape[0], n, heads, D, P, page, table.shape[1], get_num_threads()),
         0 if subtracted is None or name != "k" else subtracted.data_ptr(),
     )
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, get_num_threads
+from torch import Tensor
 
 from ..backends.native import libraries
-from ..backends.native.libraries import DTYPE, TENSOR
+from ..backends.native.libraries import DTYPE, TENSOR, get_num_threads
 from ..call.need import alignment, flag, whole
 from ..call.spec import acc_dtype
 from ..namespace import add_op_namespace_prefix

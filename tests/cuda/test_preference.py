@@ -13,7 +13,7 @@ from fastattn import __main__
 from fastattn.backends import base, preference
 from fastattn.backends.native import cuda, libraries
 from fastattn.backends.native.imagined import imagined
-from fastattn.backends.preference import RULES, Rule
+from fastattn.backends.preference import Rule, committed
 from fastattn.backends.shared import gpu
 from fastattn.backends.triton import backend as triton
 from fastattn.call.spec import AttentionSpec, Feature
@@ -53,9 +53,9 @@ def two_gpus(monkeypatch):
         (cuda.Cuda, "unavailable", lambda self: None),
         (libraries, "cuda", lambda: library),
         (libraries, "cuda_unavailable", lambda: None),
-        (preference, "RULES", [RULE]),
-        (base, "RULES", [RULE]),
-        (__main__, "RULES", [RULE]),
+        (base, "rules", lambda device: [RULE]),
+        (__main__, "rules", lambda device: [RULE]),
+        (torch.cuda, "current_device", lambda: 0),
     ):
         monkeypatch.setattr(where, name, value)
     yield
@@ -196,7 +196,7 @@ def test_a_plan_is_of_the_device_of_its_tensors(monkeypatch):
 )
 def test_the_rules_that_are(training, D, Dv, features, name, device, monkeypatch):
     """On other architectures the order is the general one."""
-    monkeypatch.setattr(base, "RULES", RULES)
+    monkeypatch.setattr(base, "rules", lambda device: committed())
     for dtype in (torch.bfloat16, torch.float16):
         call = dataclasses.replace(CALL, needs_grad=training, D=D, Dv=Dv, dtype=dtype, **features)
         assert chosen(call, device) == (name if device == HOPPER else "triton")
@@ -233,16 +233,16 @@ def complaints(rule):
 
 
 def test_rules_were_measured():
-    assert not [(rule, x) for rule in RULES for x in complaints(rule)]
+    assert not [(rule, x) for rule in committed() for x in complaints(rule)]
 
 
 def test_a_rule_against_its_evidence_is_noticed():
-    (rule,) = (x for x in RULES if x.passes == ("forward",))
+    (rule,) = (x for x in committed() if x.passes == ("forward",))
     assert "forward D256 N8192 causal: 0.90" in str(complaints(rule._replace(head_dims=(33, 256))))
     swapped = rule._replace(backend="triton", instead_of="cuda")
     assert len(complaints(swapped)) == len(list(cells_of(rule, rule.evidence))) > 8
     assert complaints(rule._replace(evidence=())) == ["forward was not timed"]
-    (training,) = (x for x in RULES if len(x.passes) == 2)
+    (training,) = (x for x in committed() if len(x.passes) == 2)
     before = training._replace(evidence=rule.evidence)  # the kernels that an H100 ran
     assert "backward D128 N8192 causal: 0.7" in str(complaints(before))
 
@@ -267,6 +267,25 @@ def test_explain_follows_the_order_and_names_the_class():
     found = explained(AMPERE)
     assert found.backend == "triton" and found.kernels == dict(forward="sm_80", backward="sm_80")
     assert "could run, but is not preferred: forward and backward by sm_80\n" in str(found)
+
+
+def test_a_rule_of_this_machine_decides_and_is_named(monkeypatch):
+    """It comes after those that were committed; here it is of some sizes, and any class."""
+    own = RULE._replace(backend="triton", instead_of="cuda", kernels="", source="/cache/cuda.json")
+    own = own._replace(sizes=(("M", 257, 512), ("heads", 1, 2)))
+    first = RULE._replace(source="the package's")
+    monkeypatch.setattr(base, "rules", lambda device: [first, own])
+    assert chosen(CALL) == "triton"
+    found = explained()
+    assert (found.backend, found.measured) == ("triton", "/cache/cuda.json")
+    assert "  triton: would run, as measured (/cache/cuda.json)\n" in str(found)
+    for other in (dict(M=256), dict(M=513), dict(B=2)):
+        assert chosen(dataclasses.replace(CALL, **other)) == "cuda", other
+    everything = own._replace(all_features=True)  # of a call that is banded and padded
+    monkeypatch.setattr(base, "rules", lambda device: [first, everything])
+    found = explained()
+    assert (found.backend, found.measured) == ("cuda", "the package's")
+    assert explained(backend="triton").measured == ""
 
 
 def test_explain_says_why_kernels_decline():
@@ -315,7 +334,7 @@ def test_the_report_has_the_rules_and_the_classes():
 
 
 def test_the_support_table_has_the_order(monkeypatch):
-    monkeypatch.setattr(explain_call, "RULES", [RULE])
+    monkeypatch.setattr(explain_call, "committed", lambda: [RULE])
     (line,) = (
         x for x in fastattn.inspection.explain_call.support_table().splitlines() if "order" in x
     )

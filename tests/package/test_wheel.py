@@ -131,7 +131,8 @@ def test_contents(wheel, archive):
 
 def test_every_module_of_the_checkout_is_in_the_wheel(archive):
     modules = {str(p.relative_to(CHECKOUT)) for p in CHECKOUT.glob("fastattn/**/*.py")}
-    modules |= {str(p.relative_to(CHECKOUT)) for p in CHECKOUT.glob("fastattn/**/*.txt")}
+    for data in ("fastattn/**/*.txt", "fastattn/backends/**/*.json"):
+        modules |= {str(p.relative_to(CHECKOUT)) for p in CHECKOUT.glob(data)}
     modules |= {f"fastattn/{p.relative_to(CHECKOUT)}" for p in CHECKOUT.glob("kernels/**/*.py")}
     modules.add("fastattn_plugins/__init__.py")
     assert modules <= set(archive.namelist())

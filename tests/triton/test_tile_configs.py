@@ -1,10 +1,8 @@
 """Tuning: tables of tiles, splits of keys, and the search for better tiles."""
 
 import itertools
+import json
 import math
-import os
-import stat
-import threading
 
 import pytest
 import torch
@@ -211,8 +209,6 @@ def test_idle_processors_get_a_split(programs):
 SLOW, QUICK, QUICKEST = Config(64, 64, 4, 2), Config(128, 64, 8, 2), Config(128, 128, 8, 3)
 TIMES = {SLOW: 3.0, QUICK: 2.0, QUICKEST: 1.0}
 KEY = autotune.Key(
-    device="A GPU",
-    triton="3.9.0",
     which="forward",
     dtype="torch.bfloat16",
     D=64,
@@ -224,85 +220,70 @@ KEY = autotune.Key(
     heads=16,
     window=1024,
 )
+GPU = torch.device("cuda")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """An empty cache, on disk and in memory; `forget()` clears the memory."""
-    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(autotune, "_known", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return tmp_path / "cache"
+class Races:
+    """Races with times from a table. It records the tiles of each."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, key, launches):
+        self.asked.append([*launches])
+        return min(launches, key=TIMES.__getitem__)
 
 
-def forget():
-    autotune._known.clear()
+def best(key=KEY, default=SLOW, candidates=(QUICK, QUICKEST), launch=print):
+    return autotune.best(key, GPU, default, candidates, launch)
 
 
-class Timer:
-    """A timer with times from a table. It records the tiles; a tile not in the table fails."""
-
-    def __init__(self, times=TIMES):
-        self.times, self.asked = times, []
-
-    def __call__(self, config):
-        self.asked.append(config)
-        if config not in self.times:
-            raise RuntimeError("out of resource: shared memory")
-        return self.times[config]
+@pytest.fixture
+def stored(monkeypatch):
+    """The choices of the user's file."""
+    found = {}
+    monkeypatch.setattr(autotune, "stored", lambda device: found)
+    return found
 
 
-def search(timer, key=KEY, default=SLOW, candidates=(QUICK, QUICKEST)):
-    return autotune.best(key, default, candidates, timer)
+def test_the_fastest_wins_and_each_is_raced_once(stored):
+    races, found = Races(), {}
+    with autotune.searching(races, found):
+        assert autotune.active(GPU)
+        for _ in range(2):
+            assert best(candidates=(QUICK, QUICKEST, QUICK, SLOW)) == QUICKEST
+        assert best(KEY._replace(which="dq"), candidates=(SLOW,)) == SLOW  # one needs no race
+    assert races.asked == [[SLOW, QUICK, QUICKEST]] and found == {KEY: QUICKEST}
+    assert not autotune.active(GPU) and best() == SLOW  # it is not stored
 
 
-def test_the_fastest_wins_and_each_is_timed_once():
-    timer = Timer()
-    assert search(timer, candidates=(QUICK, QUICKEST, QUICK, SLOW)) == QUICKEST
-    assert timer.asked == [SLOW, QUICK, QUICKEST]
+def test_a_launch_is_of_its_choice(stored):
+    launched = []
+
+    def race(key, launches):
+        return [launch() for launch in launches.values()] and QUICK
+
+    with autotune.searching(race, {}):
+        assert best(launch=launched.append) == QUICK
+    assert launched == [SLOW, QUICK, QUICKEST]
 
 
-def test_the_winner_is_remembered_here_and_in_the_next_process(cache):
-    search(Timer())
-    again = Timer()
-    assert search(again) == QUICKEST and not again.asked
-    (file,) = cache.iterdir()
-    forget()
-    assert search(again) == QUICKEST and not again.asked
-    file.unlink()
-    forget()
-    search(again)
-    assert again.asked
+def test_a_stored_choice_serves_its_key_alone(stored):
+    stored[KEY] = QUICK
+    assert autotune.active(GPU) and best() == QUICK
+    assert best(candidates=(QUICKEST,)) == SLOW  # it was of other tables
+    for field in autotune.Key._fields:
+        other = {int: 7, str: "other", tuple: ("dropout=True",)}[type(getattr(KEY, field))]
+        assert best(KEY._replace(**{field: other})) == SLOW, field
 
 
-def test_failed_candidates_are_skipped():
-    assert search(Timer({SLOW: 3.0, QUICK: 2.0})) == QUICK
-
-
-def test_one_choice_needs_no_search(cache):
-    timer = Timer()
-    assert search(timer, candidates=(SLOW,)) == SLOW
-    assert not timer.asked and not cache.exists()
-
-
-def test_if_all_candidates_fail_the_default_runs_and_raises(cache):
-    assert search(Timer({})) == SLOW
-    assert not cache.exists()
-    assert search(Timer()) == SLOW  # this process does not search again
-    forget()
-    assert search(Timer()) == QUICKEST  # the next process may search
-
-
-@pytest.mark.parametrize("field", autotune.Key._fields)
-def test_each_field_of_the_key_starts_a_new_search(field):
-    search(Timer())
-    was = getattr(KEY, field)
-    other = {int: 7, str: "other", tuple: ("dropout=True",)}[type(was)]
-    for _ in range(2):  # from the memory of the process, then from the disk
-        timer = Timer({SLOW: 1.0, QUICK: 2.0})
-        assert search(timer, KEY._replace(**{field: other})) == SLOW
-        assert search(Timer({})) == QUICKEST
-        forget()
+def test_choices_are_read_as_they_are_written():
+    found = {KEY: QUICK, KEY._replace(which="splits"): 3}
+    text = json.dumps(autotune.written(found))
+    assert autotune.parsed(json.loads(text)) == found
+    for damage in ('"BM"', "[[{}, 1]]", text.replace("128", "true"), text.replace('"M"', '"m"')):
+        with pytest.raises((TypeError, ValueError)):
+            autotune.parsed(json.loads(damage))
 
 
 def spec(**sizes):
@@ -310,19 +291,18 @@ def spec(**sizes):
     return AttentionSpec(**given, dtype=torch.bfloat16, device="cuda", scale=0.125)
 
 
-def test_a_key_names_the_call(monkeypatch):
+def test_a_key_names_the_call():
     pytest.importorskip("triton")
     from fastattn.kernels import score
 
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    flags, gpu = score.Flags(scaled=None), torch.device("cuda")
-    key = autotune.key("dq", spec(), gpu, F=flags, GIVEN=False)
-    assert (key.device, key.which, key.dtype) == ("A GPU", "dq", "torch.bfloat16")
+    flags = score.Flags(scaled=None)
+    key = autotune.key("dq", spec(), F=flags, GIVEN=False)
+    assert (key.which, key.dtype) == ("dq", "torch.bfloat16")
     assert (key.D, key.Dv, key.group, key.M, key.N, key.heads) == (64, 32, 4, 1024, 2048, 16)
     for name in score.Flags._fields:
-        other = autotune.key("dq", spec(), gpu, F=flags._replace(**{name: 1}), GIVEN=False)
+        other = autotune.key("dq", spec(), F=flags._replace(**{name: 1}), GIVEN=False)
         assert other.flags != key.flags
-    assert autotune.key("dq", spec(), gpu, F=flags, GIVEN=True).flags != key.flags
+    assert autotune.key("dq", spec(), F=flags, GIVEN=True).flags != key.flags
 
 
 @pytest.mark.parametrize("n, rounded", [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])
@@ -330,111 +310,7 @@ def test_sizes_are_rounded_up_to_powers_of_two(n, rounded):
     assert autotune.bucket(n) == rounded
 
 
-DAMAGE = {
-    "empty": lambda text: b"",
-    "half": lambda text: text[: len(text) // 2],
-    "a list": lambda text: b"[]",
-    "null": lambda text: b"null",
-    "no text": lambda text: b"\xff\xfe\x00",
-    "other fields": lambda text: text.replace(b'"BM"', b'"rows"'),
-    "other key": lambda text: text.replace(b"A GPU", b"Another"),  # in this key's file
-    "other tile": lambda text: text.replace(b'"warps": 8', b'"warps": 6'),  # no candidate of ours
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_replaced_after_a_new_search(cache, damage):
-    search(Timer())
-    (file,) = cache.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(DAMAGE[damage](whole))
-    assert file.read_bytes() != whole
-    forget()
-    timer = Timer()
-    assert search(timer) == QUICKEST and timer.asked
-    assert file.read_bytes() == whole
-
-
-@pytest.mark.parametrize("what", ["a file in its place", "no permission"])
-def test_a_folder_that_cannot_be_written_costs_a_search_in_each_process(cache, what):
-    if what == "a file in its place":
-        cache.write_text("")
-    else:
-        if os.geteuid() == 0:
-            pytest.skip("root writes everywhere")
-        cache.mkdir()
-        cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    autotune._tell_unwritable.cache_clear()
-    first, second, later = Timer(), Timer(), Timer()
-    with pytest.warns(UserWarning, match=r"cannot be kept \(.+\): .+ FASTATTN_CACHE_DIR names"):
-        assert search(first) == QUICKEST and first.asked
-    assert search(second) == QUICKEST and not second.asked
-    forget()
-    assert search(later) == QUICKEST and later.asked
-
-
-def test_an_interrupted_write_leaves_the_old_file(cache, monkeypatch):
-    search(Timer())
-    (file,) = cache.iterdir()
-    whole = file.read_text()
-
-    def full(*args):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", full)
-    autotune._tell_unwritable.cache_clear()
-    with pytest.warns(UserWarning, match="disk full"):
-        autotune._write(file, KEY, SLOW)
-    assert file.read_text() == whole
-    assert list(cache.iterdir()) == [file]  # no other file is left
-
-
-def test_writers_at_once_leave_one_whole_file(cache):
-    search(Timer())
-    (file,) = cache.iterdir()
-
-    def write(config):
-        for _ in range(50):
-            autotune._write(file, KEY, config)
-
-    writers = [threading.Thread(target=write, args=(config,)) for config in TIMES]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert autotune._read(file, KEY) in TIMES
-    assert list(cache.iterdir()) == [file]
-
-
-def test_nothing_is_timed_while_a_graph_is_captured(cache, monkeypatch):
-    timer = Timer()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert search(timer) == SLOW and not timer.asked and not cache.exists()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert search(timer) == QUICKEST  # nothing was cached without a search
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert search(Timer({})) == QUICKEST  # captures use cached tiles
-
-
-@pytest.mark.parametrize("value, on", [(None, False), ("", False), ("0", False), ("1", True)])
-def test_only_the_variable_enables_autotuning(monkeypatch, value, on):
-    monkeypatch.delenv("FASTATTN_AUTOTUNE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("FASTATTN_AUTOTUNE", value)
-    assert autotune.enabled() is on
-
-
-@pytest.mark.parametrize(
-    "variables, folder",
-    [
-        (dict(FASTATTN_CACHE_DIR="/a", XDG_CACHE_HOME="/b"), "/a"),
-        (dict(XDG_CACHE_HOME="/b"), "/b/fastattn"),
-        (dict(HOME="/c"), "/c/.cache/fastattn"),
-    ],
-    ids=["fastattn's", "xdg", "home"],
-)
-def test_winners_lie_in_a_folder_of_the_user(monkeypatch, variables, folder):
-    for name in ("FASTATTN_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert str(autotune.folder()) == folder
+@pytest.mark.parametrize("parts, tiles", [(1, 5), (3, 7), (8, 10), (13, 64), (64, 64)])
+def test_other_splits_have_no_empty_part(parts, tiles):
+    for other in tile_configs.other_splits(parts, tiles):
+        assert 1 <= other <= tiles and (other - 1) * -(-tiles // other) < tiles

@@ -331,9 +331,10 @@ def test_a_kernel_with_fewer_outputs_has_its_own_search(name, monkeypatch):
     """The best tile for dK alone may be too large for dK and dV together."""
     keys = []
     monkeypatch.setattr(job, "architecture", lambda device: 90)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    monkeypatch.setattr(autotune, "enabled", lambda: True)
-    monkeypatch.setattr(autotune, "best", lambda key, tile, *others: keys.append(key) or tile)
+    monkeypatch.setattr(autotune, "active", lambda device: True)
+    monkeypatch.setattr(
+        autotune, "best", lambda key, device, tile, *others: keys.append(key) or tile
+    )
     problem = build(square(1, 1, 20, 16), (), torch.float32)
     for needs_grad in ("k", "kv"):
         replace(problem, needs_grad=tuple(needs_grad)).run(fastattn.attention, backend=name)

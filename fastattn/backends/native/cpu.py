@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, get_num_threads
+from torch import Tensor
 
 from ...call.spec import DIFFERENTIABLE, AttentionSpec, Feature, Tensors
 from ...call.validation import DTYPES
@@ -132,7 +132,7 @@ class Cpu(Launcher):
         if spec.given:
             t = convert(spec, t)
         form = _with_code(like) if spec.score_mod else like.form
-        given = form, PLACES[which], (*t, *after), get_num_threads()
+        given = form, PLACES[which], (*t, *after), libraries.get_num_threads()
         status = launch(libraries.cpu().run_at, which, like.brief, *given)
         if status == libraries.OK:
             return

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, empty, get_num_threads
+from torch import Tensor, empty
 
 from ...call.spec import ARGUMENTS, DIFFERENTIABLE, RESULTS, AttentionSpec, Tangents, Tensors
 from ..base import Grads, Layout, Outs, dense_layout, in_order
@@ -156,7 +156,7 @@ class Launcher:
         """Pack the arguments and run the pass. after: its tensors in the order of `AFTER`."""
         spec = like.spec
         t = convert(spec, t)
-        params = pack(like.form, PLACES[which], (*t, *after), get_num_threads())
+        params = pack(like.form, PLACES[which], (*t, *after), libraries.get_num_threads())
         size = self.workspace(which, params, t)
         if size > 0:
             workspace = empty(size + 63, dtype=torch.uint8, device=t.q.device)

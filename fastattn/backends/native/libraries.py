@@ -19,7 +19,7 @@ from collections.abc import Callable
 from importlib import machinery, util
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from ...call.spec import (
     AttentionSpec,
 )
 from ...namespace import PACKAGE
+from ..measured import files
 from .elf import why_broken
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
@@ -243,7 +244,9 @@ def _load_cpu() -> CpuLibrary | str:
         return f"the native library does not load: {error}"
     wanted = os.environ.get("FASTATTN_CPU_ISA")
     named = os.fsencode(wanted or "")
-    if wanted and library.select(named, named):
+    if not wanted:
+        _select_measured(library)
+    elif library.select(named, named):
         have = library.isas().decode()
         return (
             f"FASTATTN_CPU_ISA: got {wanted!r}, expected one that this machine runs and this build "
@@ -251,6 +254,57 @@ def _load_cpu() -> CpuLibrary | str:
         )
     library.float32_on_tiles(int(setting("FASTATTN_FLOAT32") == "tiles"))
     return library
+
+
+class Measured(NamedTuple):
+    """The choices for the CPU of a file that was measured here; None leaves the default."""
+
+    isa: str | None = None
+    decoding: str | None = None  # for few rows
+    threads: int | None = None  # the most that a call takes of torch's
+
+    @classmethod
+    def parse(cls, written: dict[str, Any]) -> Measured:
+        found = cls(**written)
+        texts = found.isa, found.decoding
+        if not all(x is None or isinstance(x, str) for x in texts) or (texts[0] is None) != (
+            texts[1] is None
+        ):
+            raise ValueError(f"isa, decoding: got {texts}")
+        if found.threads is not None and not (type(found.threads) is int and found.threads > 0):
+            raise ValueError(f"threads: got {found.threads!r}")
+        return found
+
+
+@functools.cache
+def measured() -> Measured:
+    """What the user's file for this CPU chooses."""
+    return files.choices(torch.device("cpu"), "cpu", Measured.parse, Measured())
+
+
+def _select_measured(library: CpuLibrary) -> None:
+    isa, decoding, _ = measured()
+    if isa and decoding and library.select(isa.encode(), decoding.encode()):
+        path = files.path_of(torch.device("cpu"))
+        have = library.isas().decode()
+        files.ignored(path, f"it chooses {isa} and {decoding}, and this build has {have}")
+
+
+def _num_threads() -> Callable[[], int]:
+    """torch.get_num_threads, with the bound of a file if there may be one: decided at import, where
+    callers of every call take it; the file is read by the first."""
+    where = files.folder()
+    if not (os.path.isdir(where) and any(x.startswith("cpu-") for x in os.listdir(where))):
+        return torch.get_num_threads
+
+    def bounded() -> int:
+        most = measured().threads
+        return min(torch.get_num_threads(), most) if most else torch.get_num_threads()
+
+    return bounded
+
+
+get_num_threads = _num_threads()
 
 
 @functools.cache
@@ -350,8 +404,16 @@ def cpu_isa() -> str:
 
 def cpu_isa_reason() -> str:
     """Why `cpu_isa` is in use: a property of this chip, or the variable that names it."""
-    named = os.environ.get("FASTATTN_CPU_ISA")
-    return "FASTATTN_CPU_ISA names it" if named == cpu_isa() else cpu().why().decode()
+    if os.environ.get("FASTATTN_CPU_ISA") == cpu_isa():
+        return "FASTATTN_CPU_ISA names it"
+    path = cpu_measured()
+    return f"measured on this machine ({path})" if path else cpu().why().decode()
+
+
+def cpu_measured() -> str:
+    """The file that chose the instruction set in use; "" if none did."""
+    chosen = not os.environ.get("FASTATTN_CPU_ISA") and measured().isa == cpu_isa()
+    return str(files.path_of(torch.device("cpu"))) if chosen else ""
 
 
 def cpu_unit(spec: AttentionSpec) -> str:

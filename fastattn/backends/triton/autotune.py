@@ -1,37 +1,30 @@
-"""FASTATTN_AUTOTUNE=1: time a few tiles on the current GPU, once for each kind of call.
+"""Tiles and splits that were measured: those of the user's file, or a search while `tune` measures.
 
-The fastest is stored in FASTATTN_CACHE_DIR, else in $XDG_CACHE_HOME/fastattn or ~/.cache/fastattn:
-one JSON file for each kind of call, so that concurrent processes do not overwrite each other's
-results. Without FASTATTN_AUTOTUNE nothing is timed, read or written: the tables of tile_configs.py
-are used.
+Without a file, and outside a search, the tables of tile_configs.py decide.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import json
-import os
-import tempfile
-import warnings
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
-from ...call.environment import setting
 from ...call.spec import AttentionSpec
-from .tile_configs import Config, triton_version
+from ..measured import files
+from .tile_configs import Config
+
+Choice = Config | int  # a tile, or a number of parts
+# Of the functions that launch each choice, the one to take: the first is the default.
+Race = Callable[["Key", dict[Choice, Callable[[], Any]]], Choice]
 
 
 class Key(NamedTuple):
-    """The key of a search. Calls with equal keys get the same tile."""
+    """What a choice depends on, on one chip. Calls with equal keys get the same choice."""
 
-    device: str  # the GPU's name
-    triton: str  # Triton's version
-    which: str  # the pass
+    which: str  # the pass, or "splits"
     dtype: str
     D: int
     Dv: int
@@ -43,16 +36,9 @@ class Key(NamedTuple):
     window: int  # how many keys a row sees
 
 
-def enabled() -> bool:
-    """True if the user asks for searches."""
-    return setting("FASTATTN_AUTOTUNE") == "1"
-
-
-def key(which: str, spec: AttentionSpec, device: torch.device, **constexprs: object) -> Key:
+def key(which: str, spec: AttentionSpec, **constexprs: object) -> Key:
     """The key of one pass of a call. constexprs: the constants that its kernel is compiled for."""
     return Key(
-        device=torch.cuda.get_device_name(device),
-        triton=str(triton_version()),
         which=which,
         dtype=str(spec.dtype),
         D=spec.D,
@@ -71,78 +57,74 @@ def bucket(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-_known: dict[tuple[Path, Key], Config] = {}
+class _Search(NamedTuple):
+    race: Race
+    found: dict[Key, Choice]
 
 
-def best(
-    key: Key, default: Config, candidates: Iterable[Config], time: Callable[[Config], float]
-) -> Config:
-    """The fastest of `default` and `candidates`. time: launches a tile, returns its time, any unit.
-
-    A candidate that raises is skipped, because not every tile fits every chip. Nothing can be timed
-    while a CUDA graph is captured: `default` is used then, and a later call does the search.
-    """
-    choices = list(dict.fromkeys([default, *candidates]))
-    if len(choices) == 1:
-        return default
-    where = folder()
-    if tile := _known.get((where, key)):
-        return tile
-    path = where / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
-    tile = _read(path, key)
-    if tile not in choices:  # no file, a damaged one, or one from other tables
-        if torch.cuda.is_current_stream_capturing():
-            return default
-        times = _times(choices, time)
-        tile = min(times, key=times.__getitem__, default=default)
-        if times:  # else no tile runs: the caller's launch raises the error
-            _write(path, key, tile)
-    _known[where, key] = tile
-    return tile
+_searches: list[_Search] = []
 
 
-def _times(choices: Iterable[Config], time: Callable[[Config], float]) -> dict[Config, float]:
-    times = {}
-    for config in choices:
-        with contextlib.suppress(Exception):  # out of resources, or a compiler error
-            times[config] = time(config)
-    return times
-
-
-def folder() -> Path:
-    """The folder of stored tiles."""
-    if chosen := os.environ.get("FASTATTN_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastattn"
-
-
-def _read(path: Path, key: Key) -> Config | None:
+@contextmanager
+def searching(race: Race, found: dict[Key, Choice]) -> Generator[None]:
+    """In the block, each key that is not found yet is raced when it comes up."""
+    search = _Search(race, found)
+    _searches.append(search)
     try:
-        stored = json.loads(path.read_text())
-        if stored["key"] == json.loads(json.dumps(key._asdict())):
-            return Config(**stored["config"])
-    except (OSError, ValueError, TypeError, KeyError):
-        pass  # absent, unreadable or damaged: search, then rewrite it
-    return None
+        yield
+    finally:
+        _searches.remove(search)
 
 
-def _write(path: Path, key: Key, config: Config) -> None:
-    """Write the file atomically. If it cannot be written, every process searches again."""
-    text = json.dumps(dict(key=key._asdict(), config=config._asdict()), indent=2)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            file = Path(scratch) / path.name
-            file.write_text(text + "\n")
-            os.replace(file, path)
-    except OSError as error:
-        _tell_unwritable(path.parent, str(error))
+def searches() -> bool:
+    """True inside the block of `searching`."""
+    return bool(_searches)
 
 
 @functools.cache
-def _tell_unwritable(where: Path, why: str) -> None:
-    warnings.warn(
-        f"what FASTATTN_AUTOTUNE found cannot be kept ({why}): every process searches anew, for "
-        f"seconds for each kind of call; FASTATTN_CACHE_DIR names another folder than {where}",
-        stacklevel=2,
-    )
+def stored(device: torch.device) -> dict[Key, Choice]:
+    """The choices of the user's file for a GPU."""
+    return files.choices(device, "tiles", parsed, {}) if device.type == "cuda" else {}
+
+
+def parsed(written: list[list[Any]]) -> dict[Key, Choice]:
+    """What `written` makes. Raises TypeError or ValueError for anything else."""
+    found: dict[Key, Choice] = {}
+    for fields, choice in written:
+        one = Key(**fields)
+        tile = [choice] if isinstance(choice, int) else choice
+        if not all(type(x) is int for x in tile):
+            raise ValueError(f"got {choice!r}, expected whole numbers")
+        found[one._replace(flags=tuple(one.flags))] = (
+            choice if isinstance(choice, int) else Config(*choice)
+        )
+    return found
+
+
+def written(found: dict[Key, Choice]) -> list[list[Any]]:
+    """Choices as a file has them."""
+    return [[x._asdict(), y] for x, y in found.items()]
+
+
+def active(device: torch.device) -> bool:
+    """True if there is a search, or a choice that was measured."""
+    return bool(_searches or stored(device))
+
+
+def best(
+    key: Key,
+    device: torch.device,
+    default: Choice,
+    candidates: Iterable[Choice],
+    launch: Callable[[Any], Any],
+) -> Any:
+    """The measured choice of `default` and `candidates`; `default` where none was measured.
+    launch: launches a choice."""
+    choices = list(dict.fromkeys([default, *candidates]))
+    if not _searches:
+        choice = stored(device).get(key, default)
+        return choice if choice in choices else default  # it may be of other tables
+    race, found = _searches[-1]
+    if key not in found and len(choices) > 1:
+        found[key] = race(key, {x: functools.partial(launch, x) for x in choices})
+    return found.get(key, default)

@@ -59,10 +59,7 @@ class Triton:
             with on(t.q.device):
                 job = Job(spec, t)
                 check_indices(job)
-                if splits := job.splits():
-                    job.decode(out, normaliser, splits)
-                else:
-                    job.forward(out, normaliser)
+                job.attend(out, normaliser)
         return out, normaliser
 
     def backward(

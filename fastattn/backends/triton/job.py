@@ -34,7 +34,7 @@ from .arguments import (
 )
 from .launch_cache import Launch
 from .program_source import is_sum
-from .runtime import fits, kernels, run, shared_memory, timed
+from .runtime import fits, kernels, run, shared_memory
 
 OWNS = dict(forward="rows", dq="rows", dq_captured="rows", dkv="keys", dk="keys", dv="keys")
 LONGEST_FIRST_BYTES = 32 << 20  # keys and values that programs share in the L2 cache
@@ -49,7 +49,7 @@ class Alike(NamedTuple):
     arch: int
     flags: Any
     tiled: tuple[Any, ...]  # the arguments by which `tile_configs.config` chooses its tiles
-    launches: dict[tuple[Any, ...], Launch | tile_configs.Config]  # a smaller tile that fits
+    launches: dict[tuple[Any, ...], Any]  # a Launch by kernel, tile and constants; chosen tiles
     room: int  # bytes of shared memory that a block may have; 0 in the interpreter
     lacks_room: bool  # as tile_configs.lacks_room says
 
@@ -67,7 +67,7 @@ class Job:
     arch: int
     flags: Any
     tiled: tuple[Any, ...]
-    launches: dict[tuple[Any, ...], Launch | tile_configs.Config]
+    launches: dict[tuple[Any, ...], Any]
     room: int
     lacks_room: bool
     normaliser: Tensor
@@ -99,7 +99,7 @@ class Job:
         self.arch, self.flags, self.tiled, self.launches, self.room, self.lacks_room = derived
         self.block_masks: dict[tuple[Any, ...], Any] = {}
         self.sees: Tensor | None = None  # which rows see a score far above finfo.min
-        self.searches = arch and autotune.enabled() and not spec.row_invariant
+        self.measured = arch and not spec.row_invariant and autotune.active(self.device)
 
     def derive(self, arch: int, precision: str, latent: bool, inputs: tuple[Any, ...]) -> Alike:
         spec = self.spec
@@ -127,19 +127,36 @@ class Job:
 
     # ------------------------------------------------------------------------------------ forward
 
-    def splits(self) -> int:
-        """Into how many parts to split the keys of few queries; 0 for the forward kernel."""
+    def attend(self, out: Tensor, normaliser: Tensor) -> None:
+        """The forward pass: by parts of the keys for few queries, else by rows."""
+
+        def attempt(parts: int) -> None:
+            if parts:
+                self.decode(out, normaliser, parts)
+            else:
+                self.forward(out, normaliser)
+
+        parts, tiles = self.splits()
+        if parts and self.measured:
+            key = autotune.key("splits", self.spec)
+            others = tile_configs.other_splits(parts, tiles)
+            parts = autotune.best(key, self.device, parts, others, attempt)
+        attempt(parts)
+
+    def splits(self) -> tuple[int, int]:
+        """Into how many parts to split the keys of few queries, and how many tiles they have; 0
+        parts for the forward kernel."""
         spec = self.spec
         if self.M > tile_configs.DECODE_ROWS or spec.row_invariant:
-            return 0
+            return 0, 0
         seen = min(self.N, self.M + spec.left + spec.right)
         tile = self.config("decode")
         of_keys = blocks(seen, tile.BN)
         if of_keys <= tile_configs.FEW_TILES:
-            return 0
+            return 0, of_keys
         programs = spec.B * spec.Hk * blocks(self.grouped, tile.BM)
         places = processors(self.device) * tile_configs.decoding(self.arch)
-        return tile_configs.splits(programs, of_keys, places)
+        return tile_configs.splits(programs, of_keys, places), of_keys
 
     @property
     def grouped(self) -> int:
@@ -416,12 +433,28 @@ class Job:
                 launch_cache.keep(self.launches, key, Launch(made, *grid, sizes, named))
 
         config = config or self.config(which)
-        if self.searches:
-            given = [x is not None for x in args]  # with None for some, it is another kernel
-            key = autotune.key(which, spec, self.device, **constexprs, given=given)
-            alternatives = tile_configs.candidates(which, config)
-            config = autotune.best(key, config, alternatives, lambda c: timed(attempt, c))
+        if self.measured:
+            config = self._measured(which, config, args, constexprs, attempt)
         attempt(config)
+
+    def _measured(
+        self,
+        which: str,
+        default: tile_configs.Config,
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        attempt: Callable[[tile_configs.Config], None],
+    ) -> tile_configs.Config:
+        """The tile of a file or a search; kept for calls of the kind, but for those of a search."""
+        given = tuple(x is not None for x in args)  # with None for some, it is another kernel
+        about = "tile", which, default, given, *constexprs.values()
+        if (tile := self.launches.get(about)) is None:
+            key = autotune.key(which, self.spec, **constexprs, given=given)
+            alternatives = tile_configs.candidates(which, default)
+            tile = autotune.best(key, self.device, default, alternatives, attempt)
+            if not autotune.searches():
+                launch_cache.keep(self.launches, about, tile)
+        return tile
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,10 +73,3 @@ def fits(room: int, kernel: Any, grid: tuple[int], *args: Any, **kwargs: Any) ->
     of shared memory."""
     made = launch_cache.with_workspace(kernel.warmup, *args, grid=grid, **kwargs)
     return made is None or made.metadata.shared <= room
-
-
-def timed(attempt: Callable[[tile_configs.Config], Any], config: tile_configs.Config) -> float:
-    """Milliseconds that a launch takes."""
-    from triton.testing import do_bench
-
-    return do_bench(lambda: attempt(config), warmup=5, rep=25)

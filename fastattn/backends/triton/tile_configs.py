@@ -42,7 +42,7 @@ PASSES += ("jvp", "rates", "dq_t", "dkv_t", "dk_t", "dv_t", "dmask_t")  # that t
 BUCKETS = (64, 128, 256, 576)  # head dims: the larger of q's and v's
 MOST = 256  # for every pass
 MOST_FORWARD = (576, 512)  # of q and of v, for forward and decoding
-TUNED = ("forward", "dq", "dkv", "dk", "dv", "decode", "weights")  # what FASTATTN_AUTOTUNE searches
+TUNED = ("forward", "dq", "dkv", "dk", "dv", "decode", "weights")  # what `tune` races
 FEATURES = ("mask", "alibi", "softcap", "dropout")  # they need registers for every score
 
 
@@ -441,7 +441,7 @@ def _of_pass(table: Table, which: str, head_dim: int) -> Row | None:
 
 
 def candidates(which: str, tile: Config) -> list[Config]:
-    """A few other tiles that FASTATTN_AUTOTUNE tries: one step away from `tile`, and halves of it
+    """A few other tiles that `tune` races: one step away from `tile`, and halves of it
     with half its warps, so that a multiprocessor holds two."""
     if which not in TUNED:  # the mask's buffers are sized for one tile; the others hardly differ
         return []
@@ -495,3 +495,9 @@ def splits(programs: int, tiles: int, processors: int) -> int:
     candidates = range(1, min(tiles, processors) + 1)
     best = max(map(busy, candidates))
     return next(parts for parts in candidates if busy(parts) >= NEARLY * best)
+
+
+def other_splits(parts: int, tiles: int) -> list[int]:
+    """Other numbers of parts that `tune` races: no part is empty."""
+    asked = (max(1, parts // 2), min(tiles, 2 * parts), 1)
+    return [-(-tiles // -(-tiles // x)) for x in asked]
