@@ -18,8 +18,9 @@
 #                emulator; and every seeded fault of GPU kernels. Needs nvcc for its part
 # make fuzz      random calls against the float64 oracle, on every instruction set; prints how to
 #                repeat what fails, and exits with 1. MINUTES=2 by default. ARGS="--seed 5"
-# make gpu       all work that needs a GPU: build, tests, sanitizers, timings beside torch's kernels and
-#                flash-attn; leaves a JSON and a page in bench/results/gpu. With none, a rehearsal
+# make gpu       all work that needs a GPU: build, python -m fastattn check and tune, experiments, timings
+#                beside torch's kernels, sanitizers, tests; leaves a JSON and a page in bench/results/gpu.
+#                With none, a rehearsal
 # make wheels    build a wheel that installs without a compiler, and the sdist, into dist/; check both.
 #                ARCH=aarch64: the wheel for 64-bit Arm, cross-compiled, and tried under qemu.
 #                ARCH=win_amd64: that for Windows, by mingw, and tried under wine, if that is here

@@ -60,7 +60,9 @@ SMALL = "--lengths 40 --dims 16 --dtypes bfloat16 --masks full --passes forward 
 PEERS = "fastattn-cuda torch torch-flash torch-cudnn torch-efficient flash-attn"
 EMULATED = f"{TESTS} tests/cuda/test_cuda_emulated.py -k every_site_is_reached"
 FEW = "tests/gpu/test_gpu_rows.py -k cuda-00"
-CONTACT = "tests/gpu/test_gpu_rows.py tests/gpu/test_gpu.py -k 'cuda-00 or serve or neighbour'"
+CHECK, TUNE = "{python} -m fastattn check", "env FASTATTN_CACHE_DIR={out} {python} -m fastattn tune"
+EXPERIMENTS = "{python} -m bench.gpu_experiments --output {out}"
+TINY_SHAPE = "--device cpu --shape 'float32 H1 M40 N40 D16'"
 
 
 def _sanitized(tool: str) -> Part:
@@ -78,21 +80,22 @@ def _swept(name: str, what: str, rehearsal: str = "") -> Part:
 # First what would make the rest fail or hang, then the most informative: a run may be cut short.
 PARTS = (
     Part("build", 1200, "make setup VENV={venv}", tool="make"),
-    Part("status", 120, "{python} -m fastattn", "{python} -m fastattn"),
-    Part("tests: instructions", 300, f"{ON_GPU} {PROBES}"),
-    Part("tests: contact", 600, f"{ON_GPU} {CONTACT}", EMULATED),
-    Part("launch", 300, f"{BENCH} race launch", f"{BENCH} race launch"),
+    Part("check", 420, CHECK, f"{CHECK} --device cpu --isa generic --call 0"),
+    Part("tune", 420, TUNE, f"{TUNE} {TINY_SHAPE}"),
+    Part("experiments", 720, EXPERIMENTS, f"{EXPERIMENTS} --rehearse"),
     _swept(
         "lengths",
         "--masks full causal --dims 64 128 --lengths 512 2048 8192",
         f"{BENCH} sweep {SMALL} {TINY}",
     ),
     _swept("features", "--masks window padding ALiBi dropout --dims 64 --lengths 4096"),
-    Part("decode", 300, f"{BENCH} race decode --dtypes bfloat16 --output {{out}}"),
-    Part("memory", 300, f"{BENCH} memory --output {{out}}"),
     *map(_sanitized, ("memcheck", "racecheck", "synccheck", "initcheck")),
-    Part("tests: first call", 300, f"{ON_GPU} tests/package/test_first_call.py"),
-    Part("tests: gpu", 3600, f"{ON_GPU} tests/gpu"),
+    Part(
+        "tests: gpu",
+        3600,
+        f"{ON_GPU} tests/gpu tests/package/test_first_call.py {PROBES}",
+        EMULATED,
+    ),
 )
 
 

@@ -27,7 +27,8 @@ def test_the_rehearsal_runs_from_end_to_end(tmp_path, capfd):
     record, page = kept(tmp_path)
     assert [x["name"] for x in record["parts"]] == [x.name for x in PARTS if x.rehearsal]
     assert {x["status"] for x in record["parts"]} == {OK} and record["complete"], page
-    assert [y["kind"] for x in record["parts"] for y in x["results"]] == ["sweep"]
+    kinds = [y.get("kind", "choices") for x in record["parts"] for y in x["results"]]
+    assert kinds == ["choices", "gpu experiments", "sweep"]
     assert capfd.readouterr().out.startswith("A rehearsal: ") and gpu.REHEARSAL in page
 
 
