@@ -231,8 +231,8 @@ def tune_gpu(
     for shape in shapes:
         tuner.say(str(shape))
         spec = shape.spec(tuner.device)
-        able = [x for x in base.ordered(spec, tuner.device) if not base.why_not(x, spec, tuner.device)]
-        able = [x for x in able if x != "reference"]
+        order = [x for x in base.ordered(spec, tuner.device) if x != "reference"]
+        able = [x for x in order if not base.why_not(x, spec, tuner.device)]
         programs = {name: program(shape, name, tuner.device) for name in able}
         if "triton" in programs:
 

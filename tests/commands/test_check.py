@@ -193,7 +193,7 @@ def test_the_printed_command_repeats_the_call(small, monkeypatch, capsys):
 
 @not_interpreted
 def test_a_backend_that_declines_everything_is_not_called_right(small, monkeypatch, capsys):
-    def declines(name, spec):
+    def declines(name, spec, device):
         return ["no"]
 
     monkeypatch.setattr(base, "_declines", declines)

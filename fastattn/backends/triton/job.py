@@ -465,5 +465,6 @@ def _tile(table: Callable[..., Any], *about: Any) -> Any:
 def no_room(name: str, room: int) -> str:
     return (
         f"{name}: got a GPU with {room} bytes of shared memory for a block, fewer than the "
-        'smallest tile of this call needs: expected more, a smaller head dim, or backend="reference"'
+        "smallest tile of this call needs: expected more, a smaller head dim, or "
+        'backend="reference"'
     )
