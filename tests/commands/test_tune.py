@@ -250,7 +250,7 @@ def stub(monkeypatch):
     if why := launch_stub.why_no_triton():
         pytest.skip(why)
     monkeypatch.setattr(base, "ordered", lambda spec, device: ["triton", "cuda", "reference"])
-    monkeypatch.setattr(base, "why_not", lambda name, spec: [])
+    monkeypatch.setattr(base, "why_not", lambda name, spec, device: [])
     monkeypatch.setattr(gpu, "architecture", lambda device: 90)
     monkeypatch.setattr(base.get("cuda").__class__, "kernels", lambda *given: {"forward": "sm_90"})
     of_pass = tile_configs.candidates  # each takes half a second to compile
