@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 Name = TypeVar("Name", bound=Hashable)
-ROUNDS = 7
-SAMPLE = 0.005  # the least seconds of a sample
+ROUNDS = 9
+SAMPLE = 0.02  # the least seconds of a sample
 MARGIN = 0.97  # another than the first wins only if it takes at most so much of its time, and
 # less in three of four rounds: other load must not choose
 FLUSHED = 256 << 20  # bytes that are written before a sample: more than an L2 cache
@@ -36,19 +36,18 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Wall time. The first sample of a program decides how many calls the others have."""
-
-    def __init__(self) -> None:
-        self.loops: dict[Any, int] = {}
+    """Wall time of the fastest call of a sample, which other processes disturb least, after one
+    call that does not count: the program before has used the caches."""
 
     def __call__(self, name: Any, program: Callable[[], Any]) -> float:
-        loops = self.loops.get(program, 1)
-        start = time.perf_counter()
-        for _ in range(loops):
+        program()
+        first = start = time.perf_counter()
+        fastest = float("inf")
+        while start - first < SAMPLE:
             program()
-        seconds = (time.perf_counter() - start) / loops
-        self.loops.setdefault(program, max(1, int(SAMPLE / max(seconds, 1e-9))))
-        return seconds
+            end = time.perf_counter()
+            fastest, start = min(fastest, end - start), end
+        return fastest
 
 
 class DeviceClock:
