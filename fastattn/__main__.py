@@ -36,7 +36,7 @@ def report() -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
+        "threads": libraries.get_num_threads(),
         "cpu": None
         if cpu_down
         else {
@@ -51,7 +51,7 @@ def report() -> dict[str, Any]:
         else {"library": str(libraries.cuda().path), "lacks_sm_90": lacks_sm_90()},
         "extension": _status(libraries.extension_unavailable()),
         "backends": {name: _status(reason) for name, reason in available_backends().items()},
-        "rules": [str(rule) for rule in _rules()],
+        "rules": [f"{x} ({x.source})" if x.source else str(x) for x in _rules()],
     }
 
 
