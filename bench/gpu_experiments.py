@@ -30,7 +30,7 @@ from .report import results
 
 MINUTES = 10.0
 ALIKE = 0.03  # the largest difference of results, over the largest number
-REPEATS = 50  # backward passes whose bits are compared
+REPEATS = 50  # backward passes, for equal bits
 Numbers = dict[str, float]  # TFLOP/s by variant; microseconds of kernels and of submitting a call
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fastattn.flash_attn
+from fastattn import __main__
 from tests.support.checkout import ROOT
 
 DOCS = ROOT / "docs"
@@ -22,6 +23,7 @@ NEEDS = {"guides/models.md": ("transformers", "diffusers")}
 COMMANDS = (
     r"make (?P<target>[\w-]+)( \w+=\S+)*",
     r"python -m (?P<module>[\w.]+)( --?[\w-]+( \w+)?)*",
+    r'python -m fastattn (?P<command>\w+)( --?[\w-]+( [\w:]+| "[\w ]+")?)*',
     r"numactl( --(cpunodebind=0|membind=0|interleave=all))+ python serve\.py",
     r"pip install (\.|torch|dist/fastattn-\*_\$\(uname -m\)\.whl)( --index-url \S+)?",
 )
@@ -101,6 +103,8 @@ def test_commands_exist(page):
             names = found.groupdict()
             if "target" in names:
                 assert names["target"] in make_targets(), command
+            if "command" in names:
+                assert names["command"] in __main__.COMMANDS, command
             if "module" in names:
                 assert is_program(names["module"]), command
 
