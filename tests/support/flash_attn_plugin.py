@@ -7,9 +7,11 @@ a CPU.
 `install()` is active before their modules are imported. Their tests ask for "cuda", and get CPU
 tensors. --most draws so many cases of each test, of sizes up to 300 if it has these; --gpu=10 is
 the compute capability that they find, by which theirs skip cases. Modules of their tests that lie
-in their package (`flash_attn.cute.testing`) are read from the checkout.
+in their package (`flash_attn.cute.testing`), and their references of norms, are read from the
+checkout.
 """
 
+import ast
 import importlib
 import importlib.util
 import random
@@ -61,6 +63,17 @@ def pytest_configure(config):
     cache.JITCache, cache.get_jit_cache = dict, lambda name: {}
     interface = importlib.import_module("flash_attn.cute.interface")
     interface.__getattr__ = private
+    norms = importlib.import_module("flash_attn.ops.triton.layer_norm")
+    norms.__dict__.update(references(root / "flash_attn/ops/triton/layer_norm.py"))
+    norms.layer_norm_linear_fn = None  # which is not served
+
+
+def references(file):
+    """The functions of this file whose names end with _ref; the file imports a compiler."""
+    tree, found = ast.parse(file.read_text()), {"torch": torch, "F": torch.nn.functional}
+    tree.body = [x for x in tree.body if getattr(x, "name", "").endswith("_ref")]
+    exec(compile(tree, str(file), "exec"), found)
+    return {name: x for name, x in found.items() if name.endswith("_ref")}
 
 
 def private(name):
