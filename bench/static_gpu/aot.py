@@ -160,8 +160,8 @@ def cases(
 
 
 def absent(case: KernelCase) -> tuple[str, ...]:
-    """The variants that calls of this dtype, chip and head dim do not have, or whose tiles and
-    products are those of others: on sm_75 features change neither."""
+    """The variants that calls of this dtype, chip and head dim do not have, or that have the tiles
+    and products of others: on sm_75 features change neither."""
     if case.arch < tile_configs.TENSOR_CORES:
         return tuple({*VARIANTS} - {"plain", "causal", "everything", "tangents"})
     if case.dtype != "float32":

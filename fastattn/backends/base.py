@@ -31,6 +31,8 @@ class Chips(NamedTuple):
     architecture: int  # 75 for compute capability 7.5
     dtypes: frozenset[torch.dtype]
     remark: str = ""  # what a user should know of all calls there
+    # By dtype, the largest head dim of forward mode and second derivatives, if less than others'.
+    tangent_head_dims: tuple[tuple[torch.dtype, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class Support:
         backend can run it."""
         old, dtypes = self.too_old(architecture), self.dtypes_on(architecture)
         where = " on this GPU" if spec.dtype in self.dtypes else ""
+        moved = spec.features.value & Feature.TANGENTS.value and self.on(architecture)
+        most = dict(moved.tangent_head_dims).get(spec.dtype) if moved else None
+        wide = max(spec.D, spec.Dv)
         devices, longest, (d, dv) = self.devices, self.max_length, self.head_dims(spec)
         rows, keys = max(spec.rows, spec.T), max(spec.keys, spec.S, spec.P * spec.page)
         missing = _names(spec.features.value & ~self.features.value)
@@ -80,6 +85,10 @@ class Support:
             (spec.dtype in dtypes, f"no kernel for {spec.dtype}{where}"),
             (d is None or spec.D <= d, f"head dim {spec.D} is over {d}"),
             (dv is None or spec.Dv <= dv, f"value head dim {spec.Dv} is over {dv}"),
+            (
+                most is None or wide <= most,
+                f"head dim {wide} is over {most} for tangents in {spec.dtype} on this GPU",
+            ),
             (longest is None or rows <= longest, f"{rows} queries are over {longest}"),
             (longest is None or keys <= longest, f"{keys} keys are over {longest}"),
             (not missing, f"does not support {', '.join(missing)}"),

@@ -230,6 +230,10 @@ def _head_dims(support: base.Support) -> str:
     text = "any" if support.max_head_dim is None else str(support.max_head_dim)
     if support.forward_head_dims is not None:
         text += "; forward alone {}, {}".format(*support.forward_head_dims)
+    for chips in support.chips:
+        for dtype, most in chips.tangent_head_dims:
+            where = f"on {gpu.capability(chips.architecture)} with {_named([dtype])}"
+            text += f"; {where} {most} for forward mode and second derivatives"
     return text
 
 

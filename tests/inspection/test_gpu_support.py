@@ -85,6 +85,26 @@ def test_what_triton_runs_on_sm_80_it_runs_on_sm_75(machine, call, dtype):
             assert base.choose(spec(dtype, **CALLS[call]), "", device).name == "triton"
 
 
+def test_wide_tangents_in_float32_do_not_fit_a_t4(machine):
+    """Their tiles need 96 KB of shared memory. The reference runs them, and says why."""
+    old, new = machine(T4, A100)
+    moved = dict(tangents=True, needs_grad=True)
+    for d, runs in ((128, "triton"), (129, "reference")):
+        for sizes in (dict(D=d, Dv=64), dict(D=64, Dv=d)):
+            call = spec(torch.float32, **sizes, **moved)
+            assert base.choose(call, "", new).name == "triton"
+            if runs == "reference":
+                base._warned.clear()
+                said = "head dim 129 is over 128 for tangents in torch.float32 on this GPU"
+                with pytest.warns(UserWarning, match=said):
+                    assert base.choose(call, "", old).name == runs
+            else:
+                assert base.choose(call, "", old).name == runs
+    for dtype in (torch.float16, torch.bfloat16):
+        assert base.choose(spec(dtype, D=256, Dv=256, **moved), "", old).name == "triton"
+    assert base.choose(spec(torch.float32, D=256, needs_grad=True), "", old).name == "triton"
+
+
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_explain_on_an_imagined_t4(machine, dtype):
     (device,) = machine(T4)

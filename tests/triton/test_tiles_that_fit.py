@@ -93,7 +93,7 @@ def test_another_layout_of_a_kind_looks_for_itself(chip):
 
 
 def test_the_grid_is_that_of_the_smaller_tile(chip):
-    """Of the mask's gradient too, whose parts are allocated before its tile is known."""
+    """Of the mask's gradient too: its parts are allocated before its tile is known."""
     launched = chip(40 * KB)
     mask = torch.zeros(1, 1, 100, 300, dtype=torch.bfloat16)
     s, t = described(tensors=dict(mask=mask), **BY_KEYS)

@@ -25,7 +25,12 @@ from .tangents import TangentJob, rows_in_line
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 CHIPS = (
-    Chips(75, DTYPES, "by multiply-adds: Triton has no products on the tensor cores of sm_75"),
+    Chips(
+        75,
+        DTYPES,
+        "by multiply-adds: Triton has no products on the tensor cores of sm_75",
+        ((torch.float32, 128),),  # wider ones need 96 KB of shared memory
+    ),
     Chips(80, DTYPES),
 )
 

@@ -280,7 +280,7 @@ TABLES = {75: TURING, 80: AMPERE, 86: SMALL, 90: HOPPER, 100: BLACKWELL, 120: SM
 # Most KB of shared memory that a block may opt in to on these chips (CUDA programming guide, table
 # of technical specifications per compute capability). Every tile of their tables fits.
 SHARED = {75: 64, 80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
-TENSOR_CORES = 80  # the oldest chip on whose tensor cores Triton multiplies
+TENSOR_CORES = 80  # the oldest chip that Triton multiplies on by tensor cores
 
 
 def precision(arch: int, asked: str) -> str:
@@ -346,7 +346,7 @@ def _of_features(row: Row, busy: Sequence[str]) -> Config | None:
     return getattr(row, busy[0]) or row.one
 
 
-# A chip without a table may have less shared memory than the one whose table serves it, and a call
+# A chip without a table may have less shared memory than the one that lends it a table, and a call
 # may need more than those that `make aot` compiles. So a kernel that is compiled says what it
 # needs, and where the chip has less the launcher takes the next smaller tile. Registers always
 # suffice: ptxas compiles for the threads of a tile, and spills what is left over.
@@ -411,7 +411,7 @@ def apart(
 
 
 def nearest(arch: int) -> int:
-    """The chip whose table serves: this one, else the nearest older one."""
+    """The chip with the table for this one: itself, else the nearest older one."""
     found = max((x for x in TABLES if x <= arch), default=None)
     if found is None:
         raise ValueError(f"arch: got {arch}, expected {min(TABLES)} or newer")
