@@ -219,6 +219,35 @@ struct FaAppend {
   const void* subtracted;  // (Hk,D) in float, or double of FA_F64: rows are quantised less it; or null
 };
 
+// Queries or keys of norm_rope. A tensor that a pass does not need is null: x in a backward pass without
+// a norm, dx in a forward pass.
+enum FaNorm { FA_NO_NORM = 0, FA_RMS_NORM = 1, FA_LAYER_NORM = 2 };
+struct FaNormRopePart {
+  struct FaTensor x;       // (B,H,M,D)
+  struct FaTensor y;       // (B,H,M,D): written; in a backward pass the gradient of the result, read
+  struct FaTensor dx;      // (B,H,M,D): written by a backward pass
+  struct FaTensor weight;  // (1,1,1,D), of a norm; null: 1
+  void* dweight;           // (D), or null: written by a backward pass; float, or double of FA_F64
+  int64_t H;               // 0: there is no such part
+  int64_t norm;            // FaNorm
+};
+
+// The norm of each row, with eps inside the root and the factors weight + offset, and the rotation of
+// its columns [start, start + R) in pairs: (a, b) becomes (a cos - b sin, b cos + a sin). A pair is
+// columns i and i + R / 2 of these, or if interleaved 2 i and 2 i + 1; with deinterleave it is
+// interleaved in x alone. It is computed in float, or double of FA_F64: cpu/rotation.
+struct FaNormRope {
+  struct FaNormRopePart part[2];  // q and k
+  struct FaTensor cos, sin;       // (B,1,M,R / 2); with cu (1,1,N,R / 2)
+  const int64_t* cu;              // (sequences + 1) of a packed batch, where B is 1, or null: row i of
+                                  // a sequence reads row i of the tables
+  int64_t B, M, D, N, sequences;
+  int64_t R, start, interleaved, deinterleave, rope_first;  // R = 0: no rotation
+  int64_t backward;
+  int64_t threads;                // at most this many threads
+  double eps, offset;
+};
+
 // A program that calls the library, if it has a lock over its threads, as Python has, and may
 // interrupt a run. It calls fa_cpu_run and fa_cpu_index with the lock. They release it by `unlock`,
 // and take it again by `lock`, with what unlock returned. On one thread they also ask `interrupted`,
@@ -239,6 +268,9 @@ FA_EXPORT int64_t fa_cpu_workspace(const struct FaCall* call, int64_t pass);  //
 FA_EXPORT int64_t fa_cpu_run(const struct FaCall* call, int64_t pass, int64_t brief);
 
 FA_EXPORT int64_t fa_cpu_index(const struct FaIndexer* p);  // FaStatus
+FA_EXPORT int64_t fa_cpu_norm_rope(const struct FaNormRope* p);  // FaStatus; FA_BAD_OFFSET if cu does
+                                                                 // not rise from 0 to M in steps of
+                                                                 // at most N: nothing is written
 FA_EXPORT int64_t fa_cpu_append(const struct FaAppend* p);  // FaStatus; FA_BAD_PAGE if the table has
                                                             // no page for a row: nothing is written
 

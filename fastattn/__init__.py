@@ -34,6 +34,7 @@ from .inspection.profiling import profile
 from .kv_cache.cache import KVCache
 from .merging import merge
 from .public_names import set_module
+from .rotation.norm_rope import norm_rope
 from .score_mods.tracing import Mod
 from .selection.attend import attention_selected
 from .selection.blocks import top_blocks
@@ -59,6 +60,7 @@ __all__ = [
     "merge",
     "mla",
     "nn",
+    "norm_rope",
     "patch",
     "profile",
     "reference",

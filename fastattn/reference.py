@@ -370,3 +370,94 @@ def weights(s: Tensor, normaliser: Tensor) -> Tensor:
     lse, tail = normaliser.to(s)[..., None]
     # An empty row gives 0. s and lse may both be large, so their difference is computed first.
     return torch.exp((s - torch.where(lse == -torch.inf, torch.inf, lse)) - tail)
+
+
+# ------------------------------------------------------------------ what stands before attention
+
+
+def norm_rope(
+    q: Tensor,
+    k: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    norm: Literal["rms", "layer"] | None = None,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    deinterleave: bool = False,
+    rotary_dim: int | None = None,
+    rotary_start: int = 0,
+    rope_first: bool = False,
+    cu_q: Tensor | None = None,
+) -> Any:
+    """`fastattn.norm_rope`, with the same arguments but `out`, in the dtype of its inputs."""
+    found = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        if x is None:
+            continue
+        rows = x if cu_q is None else x.transpose(0, 1)
+        if cos is not None and sin is not None and rotary_dim is not None:
+            cos, sin = cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2]
+        tables = tables_of_rows(cos, sin, rows.shape[-2], cu_q)
+        own = norm or (None if weight is None else "rms")
+        rules = eps, weight_offset, interleaved, deinterleave, rotary_start, rope_first
+        y = norm_and_rotate(rows, *tables, weight, own, *rules)
+        found.append(y if cu_q is None else y.transpose(0, 1))
+    return found[0] if k is None else tuple(found)
+
+
+def tables_of_rows(
+    cos: Tensor | None, sin: Tensor | None, rows: int, cu: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The tables of each row, for all heads of an item: (M,R/2), or (B,1,M,R/2). In a packed batch
+    row i of a sequence has row i of the tables."""
+    if cos is None or sin is None:
+        return None, None
+    if cu is not None:
+        at = torch.arange(rows, device=cos.device)
+        at = at - cu[torch.searchsorted(cu, at, right=True) - 1]
+        return cos[at], sin[at]
+    return (cos, sin) if cos.ndim == 2 else (cos[:, None], sin[:, None])
+
+
+def norm_and_rotate(
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    weight: Tensor | None,
+    norm: Literal["rms", "layer"] | None,
+    eps: float,
+    weight_offset: float,
+    interleaved: bool,
+    deinterleave: bool,
+    rotary_start: int,
+    rope_first: bool,
+) -> Tensor:
+    """The norm of each row, and the rotation of its pairs of columns."""
+    if rope_first and cos is not None and sin is not None:
+        x = rotate(x, cos, sin, interleaved, deinterleave, rotary_start)
+    if norm == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    if norm is not None:
+        x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        if weight is not None:
+            x = x * (weight + weight_offset)
+    if not rope_first and cos is not None and sin is not None:
+        x = rotate(x, cos, sin, interleaved, deinterleave, rotary_start)
+    return x
+
+
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, deinterleave: bool, start: int
+) -> Tensor:
+    """Each pair (a, b) of columns from `start` on becomes (a cos - b sin, b cos + a sin)."""
+    end = start + 2 * cos.shape[-1]
+    turned = x[..., start:end]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    beside = interleaved and not deinterleave
+    y = torch.stack(pair, -1).flatten(-2) if beside else torch.cat(pair, -1)
+    return torch.cat([x[..., :start], y, x[..., end:]], -1)

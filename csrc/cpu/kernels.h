@@ -35,6 +35,7 @@ struct Kernels {
   Arithmetic tiles[3];  // numbers of one, two and three planes: bfloat16, float16, float32
   StoredKeys stored;
   Tangents tangents_f32, tangents_f64;
+  NormRopeTasks (*norm_rope)(const FaNormRope& p) = nullptr;
   // y = f(x): FaVectorFunction.
   void (*vector_function)(int64_t which, int64_t dtype, const void* x, void* y,
                           int64_t n) = nullptr;

@@ -24,6 +24,7 @@
 #define FA_UNIT_FEW_BITS
 #define FA_UNIT_BACKWARD
 #define FA_UNIT_FEW_GRADIENTS
+#define FA_UNIT_NORM_ROPE
 #define FA_UNIT_TANGENTS
 #if !defined(FA_WITHOUT_F64)  // tests compile sooner without it
 #define FA_UNIT_FORWARD_F64
@@ -109,6 +110,29 @@ FA_PLAN(paged_gradients_f32, PagedGradients<Plain<float>>)
 #if defined(FA_UNIT_TANGENTS)
 #include "backward/backward_jvp.h"
 FA_TANGENT_PLANS(f32, float)
+#endif
+
+#if defined(FA_UNIT_NORM_ROPE)
+#include "rotation/norm_rope.h"
+namespace fa::FA_ISA {
+template <class X>
+NormRopeTasks norm_rope_of(const FaNormRope& p) {
+  using Rows = NormRope<X>;
+  return {Rows::tasks(p), Rows::scratch(p), Rows::workspace(p), Rows::run, Rows::finish};
+}
+NormRopeTasks norm_rope(const FaNormRope& p) {
+  switch (p.part[0].y.dtype) {
+    case FA_F64:
+      return norm_rope_of<double>(p);
+    case FA_BF16:
+      return norm_rope_of<StoredBf16>(p);
+    case FA_F16:
+      return norm_rope_of<StoredF16>(p);
+    default:
+      return norm_rope_of<float>(p);
+  }
+}
+}  // namespace fa::FA_ISA
 #endif
 
 #if defined(FA_UNIT_FORWARD_F64)
@@ -275,6 +299,7 @@ FA_DECLARE_ALL(quads);
 FA_DECLARE_ALL(1);
 FA_DECLARE_ALL(2);
 FA_DECLARE_ALL(3);
+NormRopeTasks norm_rope(const FaNormRope& p);
 FA_DECLARE(decode_stored_f16);
 FA_DECLARE(decode_stored_bf16);
 FA_DECLARE(decode_i8);
@@ -328,6 +353,7 @@ constexpr Kernels all_kernels() {
 #if defined(__AVX512F__)
   all.stored.e4m3_in_tables = decode_e4m3_in_tables;
 #endif
+  all.norm_rope = norm_rope;
   all.vector_function = vector_function;
 #endif
 #endif

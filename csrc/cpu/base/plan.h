@@ -63,4 +63,12 @@ struct IndexerTasks {
   void (*run)(const FaIndexer& p, int64_t task, char* scratch);
 };
 
+// The tasks of norm_rope, in any order; then `finish`, once.
+struct NormRopeTasks {
+  int64_t count = 0;
+  size_t scratch = 0, workspace = 0;
+  void (*run)(const FaNormRope& p, int64_t task, char* scratch, char* workspace) = nullptr;
+  void (*finish)(const FaNormRope& p, char* workspace) = nullptr;
+};
+
 }  // namespace fa

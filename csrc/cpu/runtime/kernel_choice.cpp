@@ -376,6 +376,10 @@ IndexerTasks indexer_tasks(const FaIndexer& p) {
   return isa.of(&Kernels::f32).indexer(p);
 }
 
+NormRopeTasks norm_rope_tasks(const FaNormRope& p) {
+  return chosen.load()->isa->of_vectors().norm_rope(p);
+}
+
 }  // namespace fa
 
 extern "C" {

@@ -214,6 +214,24 @@ int64_t fa_cpu_index(const FaIndexer* p) {
   return run.ended() ? FA_INTERRUPTED : done ? FA_OK : FA_NO_MEMORY;
 }
 
+// Waking a thread takes as long as turning some 2^17 numbers, measured.
+int64_t fa_cpu_norm_rope(const FaNormRope* p) {
+  if (p->cu && !fa::rises(p->cu, p->sequences, p->M, p->N)) return FA_BAD_OFFSET;
+  const fa::NormRopeTasks tasks = fa::norm_rope_tasks(*p);
+  fa::ScratchMemory& memory = fa::memory_of_thread().workspace;
+  char* workspace = tasks.workspace ? memory.get(tasks.workspace) : nullptr;
+  if (tasks.workspace && !workspace) return FA_NO_MEMORY;
+  const double numbers = double(p->B * p->M) * (p->part[0].H + p->part[1].H) * p->D;
+  const double worth = 1 + numbers / (1 << 17);
+  const int64_t threads = worth < p->threads ? static_cast<int64_t>(worth) : p->threads;
+  const bool done =
+      fa::run_tasks(tasks.count, tasks.scratch, threads, nullptr,
+                    [&](int64_t task, char* scratch) { tasks.run(*p, task, scratch, workspace); });
+  if (done) tasks.finish(*p, workspace);
+  memory.trim();
+  return done ? FA_OK : FA_NO_MEMORY;
+}
+
 // Waking a thread takes as long as quantising some 2^16 numbers.
 int64_t fa_cpu_append(const FaAppend* p) {
   if (const int64_t status = fa::bad_append(*p)) return status;

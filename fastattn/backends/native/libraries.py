@@ -167,6 +167,7 @@ class CpuLibrary(Library):
         self.run_at: int = _address(self.run)
         self.index: Entry = self.entry("fa_cpu_index", integer, params, dll=locked)
         self.append: Entry = self.entry("fa_cpu_append", integer, params)
+        self.norm_rope: Entry = self.entry("fa_cpu_norm_rope", integer, params)
         self.append_at: int = _address(self.append)
         self.isas: Entry = self.entry("fa_cpu_isas", text)
         self.isa: Entry = self.entry("fa_cpu_isa", text)
