@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call.quantisation import STORAGE
-from ..nn.positions import rotate
+from ..rotation.rotate import rotate
 from .checks import in_their_names, need_integers, need_shape, refuse_int4, within
 from .sequences import (
     NO_FUNCTIONS,

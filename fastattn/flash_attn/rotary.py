@@ -1,16 +1,18 @@
 """flash-attn 2.8's `layers.rotary` and `ops.triton.rotary`: rotary embeddings of queries and keys.
 
-They rotate pairs of columns by `fastattn.nn.positions.rotate`, in float32 (float64 for float64),
-and round once. `apply_rotary_emb` documents the arguments that the functions share.
+They rotate pairs of columns by `fastattn.norm_rope`, in float32 (float64 for float64), and round
+once. `apply_rotary_emb` documents the arguments that the functions share.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from ..call import need
-from ..nn.positions import rotate
+from ..rotation.rotate import rotate
 from .checks import need_integers, need_shape, within
 from .sequences import Tokens
 
@@ -520,7 +522,11 @@ def _rotate_in_place(
             "or cos and sin without gradient: detach them"
         )
     given = whole, parts, interleaved, conjugate, *(x for table in tables for x in table)
-    if whole.is_leaf and whole.requires_grad and torch.is_grad_enabled():
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        with torch.no_grad():
+            _write(whole, parts, tables, interleaved, conjugate)
+        return whole
+    if whole.is_leaf:
         return _Unrecorded.apply(*given)
     written = _rotated(whole, parts, tables, interleaved, conjugate)
     try:
@@ -531,20 +537,32 @@ def _rotate_in_place(
     return whole
 
 
+def _turns(
+    whole: Tensor, parts: list, tables: list[Table], conjugate: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The columns of each part that are rotated, with their table."""
+    for part, (cos, sin) in zip(parts, tables, strict=True):
+        x = whole[part][..., : 2 * cos.shape[-1]]
+        if x.ndim == 5 and x.stride(2) == x.shape[3] * x.stride(3):  # (B, N, 2, H, R): more heads
+            x, cos, sin = x.flatten(2, 3), cos.squeeze(2), sin.squeeze(2)
+        yield x, cos, -sin if conjugate else sin
+
+
 def _rotated(
     whole: Tensor, parts: list, tables: list[Table], interleaved: bool, conjugate: bool
 ) -> list[tuple[Tensor, Tensor]]:
     """Each part, and what it becomes."""
-    found = []
-    for part, (cos, sin) in zip(parts, tables, strict=True):
-        x = whole[part][..., : 2 * cos.shape[-1]]
-        found.append((x, rotate(x, cos, -sin if conjugate else sin, interleaved)))
-    return found
+    turns = _turns(whole, parts, tables, conjugate)
+    return [(x, rotate(x, cos, sin, interleaved)) for x, cos, sin in turns]
 
 
 def _write(whole: Tensor, parts: list, tables: list[Table], interleaved: bool, conjugate: bool):
-    for x, y in _rotated(whole, parts, tables, interleaved, conjugate):
-        x.copy_(y)
+    if torch.is_grad_enabled():  # autograd records copies
+        for x, y in _rotated(whole, parts, tables, interleaved, conjugate):
+            x.copy_(y)
+        return
+    for x, cos, sin in _turns(whole, parts, tables, conjugate):
+        rotate(x, cos, sin, interleaved, out=x)
 
 
 class _Unrecorded(torch.autograd.Function):

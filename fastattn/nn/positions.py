@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..call.sizes import holds
+from ..rotation.rotate import rotate
 from .core import Leaf
 
 
@@ -93,25 +94,6 @@ class SinusoidalPositionalEncoding(Leaf):
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, max_len={self.max_len}, batch_first={self.batch_first}"
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first R columns of x (..., D) in pairs, by cos and sin (..., R/2).
-
-    A pair is columns i and i + R/2 or, if interleaved, 2i and 2i + 1. Computed in float32 or
-    float64.
-    """
-    columns = 2 * cos.shape[-1]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = cos.to(wide), sin.to(wide)
-    turned, rest = x[..., :columns].to(wide), x[..., columns:]
-    if interleaved:
-        a, b = turned.unflatten(-1, (columns // 2, 2)).unbind(-1)
-    else:
-        a, b = turned.chunk(2, dim=-1)
-    rotated = (a * cos - b * sin, a * sin + b * cos)
-    y = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
-    return torch.cat([y.to(x.dtype), rest], dim=-1)
 
 
 class RotaryEmbedding(Leaf):

@@ -27,7 +27,7 @@ from ..dispatch.torch_function import SUBSYSTEMS, is_compiling, is_overridden
 from . import passes
 from .form import Form, Rows
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NORMS = (None, "rms", "layer")
 _TABLES = "(M, R / 2) or (B, M, R / 2)"
 # Calls that were checked: the tensors' kind with the form and the layout.
@@ -226,7 +226,7 @@ def _check(form: Form, rows: Any) -> None:
         need_a_tensor(name, x)
         need_dense(name, x)
         need(x.ndim == len(letters.split()), name, shape_of(x), f"{letters}{_hint(x, cu)}")
-        need(x.dtype in _DTYPES, f"{name}.dtype", x.dtype, _told(_DTYPES))
+        need(x.dtype in DTYPES, f"{name}.dtype", x.dtype, _told(DTYPES))
     assert q is not None
     D = q.shape[-1]
     if k is not None:
@@ -272,7 +272,7 @@ def _told(choices: Sequence[Any]) -> str:
 
 def _need_numbers(name: str, x: Tensor, q: Tensor) -> None:
     need_dense(name, x)
-    need(x.dtype in _DTYPES, f"{name}.dtype", x.dtype, _told(_DTYPES))
+    need(x.dtype in DTYPES, f"{name}.dtype", x.dtype, _told(DTYPES))
     need(x.device == q.device, f"{name}.device", x.device, f"{q.device}, as q has")
 
 

@@ -1,12 +1,14 @@
 """`fastattn.flash_attn.rotary` equals flash-attn 2.8's rotary embeddings: rotations of complex
 numbers in float64, one sequence at a time, values and gradients."""
 
+import functools
 from itertools import pairwise
 
 import pytest
 import torch
 
 from fastattn.flash_attn import rotary
+from fastattn.rotation import kernel, rotate
 from tests.support.flash_attn_oracle import turned
 
 B, N, H, HK, D, S = 3, 6, 4, 2, 8, 17
@@ -467,3 +469,31 @@ def test_wrong_stacks_are_refused():
         rotary.RotaryEmbedding(7)
     with pytest.raises(ValueError, match="max_seqlen: got None beside a tensor seqlen_offset"):
         rotary.RotaryEmbedding(D)(random(B, N, 3, H, D), seqlen_offset=OFFSETS["tensor"])
+
+
+CALLS = {
+    "dense": lambda x, cos, sin: rotary.apply_rotary_emb(x[:, :, 0], cos, sin),
+    "offsets": lambda x, cos, sin: rotary.apply_rotary_emb(
+        x[:, :, 0], cos, sin, seqlen_offsets=torch.tensor([1, 0])
+    ),
+    "packed": lambda x, cos, sin: rotary.apply_rotary_emb(
+        x[0, :, 0], cos, sin, cu_seqlens=torch.tensor([0, 2, 5]), max_seqlen=3
+    ),
+    "in place": lambda x, cos, sin: rotary.apply_rotary_emb(x[:, :, 0], cos, sin, inplace=True),
+    "qkv in place": rotary.apply_rotary_emb_qkv_,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_one_pass_of_the_kernel_rotates(call, monkeypatch):
+    """And torch's operations, which rotate where it has no such layout, give the same."""
+    x, angle = torch.randn(2, 5, 3, 4, 16), torch.rand(8, 8)
+    call = functools.partial(call, cos=angle.cos(), sin=angle.sin())
+    passes = []
+    run = kernel.forward
+    monkeypatch.setattr(kernel, "forward", lambda *given: passes.append(1) or run(*given))
+    got = call(x.clone())
+    assert passes == [1]
+    monkeypatch.setattr(rotate, "_axes", lambda x, cos: None)
+    torch.testing.assert_close(got, call(x.clone()))
+    assert passes == [1]
