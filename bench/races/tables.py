@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..cases import BOTH, FORWARD, TRAINING, Case
-from . import derivatives, functions, generation, latent, launch, packed, selected, small, storage
+from . import (
+    derivatives,
+    functions,
+    generation,
+    latent,
+    launch,
+    packed,
+    rotation,
+    selected,
+    small,
+    storage,
+)
 from .race import SECONDS, Race
 
 
@@ -44,6 +55,7 @@ TABLES = {
     ),
     "flex": Table("score_mod and mask_mod: beside no function, a dense mask", functions.races),
     "latent": Table("latent attention: beside products, keys of heads, torch", latent.races),
+    "rotation": Table("norm_rope: beside torch's operations, compiled, copies", rotation.races),
     "selected": Table("keys that rows select: beside gathered keys, a mask", selected.races),
     "derivatives": Table(
         "jvp and double backward: beside forward, backward, torch; memory",

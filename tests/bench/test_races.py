@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "known_ceilings"), not_inter
 FAST = ["--threads", "1", "--seconds", "0.002"]
 # Rows of a table at a scale, in float32 on one thread.
 ROWS = {"short": 12, "serving": 10, "flex": 26, "latent": 5, "selected": 10}
-ROWS |= {"derivatives": 12, "tiny": 28, "generation": 20}
+ROWS |= {"derivatives": 12, "tiny": 28, "generation": 20, "rotation": 15}
 SCALE = {"short": 1 / 8, "derivatives": 1 / 32}
 
 
