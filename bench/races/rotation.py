@@ -47,6 +47,7 @@ def races(dtypes: Sequence[str] = BOTH, scale: float = 1.0) -> Iterator[Race]:
     for dtype in dtypes:
         for shape in SHAPES:
             rows = max(1, int(shape.rows * scale))
+            torch.compiler.reset()  # or it would stop to compile after a few shapes
             yield from of_shape(dtype, shape._replace(rows=rows), compiled)
 
 
