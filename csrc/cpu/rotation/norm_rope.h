@@ -223,15 +223,20 @@ struct NormRope {
         reinterpret_cast<const char*>(static_cast<const X*>(x.data) + place(x, group, r, buf));
     for (int64_t i = 0; i < p.D * int64_t{sizeof(X)}; i += 64) __builtin_prefetch(row + i, WRITES);
   }
+  // What becomes of rows as they are read.
+  enum Turn { kAsTheyAre, kRotated, kRotatedBack };
+  template <Turn TURN>
   static FA_INLINE void read_rows(const FaNormRope& p, const FaTensor& x, int rows,
                                   const Buffers& buf, R* to) {
     for (int r = 0; r < rows; ++r, to += whole(p.D)) {
       const int64_t at = place(x, buf.now, r, buf);
       const X* row = static_cast<const X*>(x.data) + at;
+      R* read = TURN == kAsTheyAre ? to : buf.spare;
       if (x.stride[3] == 1)
-        over(p.D, [&](int64_t d, auto v) { RowOf<R>::put(to + d, get(row + d, v)); });
+        over(p.D, [&](int64_t d, auto v) { RowOf<R>::put(read + d, get(row + d, v)); });
       else
-        read_row<R>(x.data, x.dtype, at, x.stride[3], p.D, to);
+        read_row<R>(x.data, x.dtype, at, x.stride[3], p.D, read);
+      if (TURN != kAsTheyAre) rotate<TURN == kRotatedBack>(p, read, NoFactor{}, r, to, buf);
       clear_rest(p, to);
     }
   }
@@ -273,12 +278,14 @@ struct NormRope {
 
   static void forward(const FaNormRope& p, const FaNormRopePart& of, int rows, Buffers& buf) {
     const int64_t ld = whole(p.D);
-    read_rows(p, of.x, rows, buf, buf.x);
+    if (of.norm && p.R && p.rope_first)
+      read_rows<kRotated>(p, of.x, rows, buf, buf.x);
+    else
+      read_rows<kAsTheyAre>(p, of.x, rows, buf, buf.x);
     if (!of.norm)
       return write_rows(p, of, rows, buf, [&](auto* y, int r) {
         rotate<false>(p, buf.x + r * ld, NoFactor{}, r, y, buf);
       });
-    if (p.R && p.rope_first) rotate_in_place<false>(p, buf.x, rows, buf);
     centre_and_scale(p, of.norm, rows, buf);
     write_rows(p, of, rows, buf, [&](auto* y, int r) {
       const Factor factor{buf.scale[r], buf.weight};
@@ -291,13 +298,15 @@ struct NormRope {
   static void gradient(const FaNormRope& p, const FaNormRopePart& of, int rows, double* dw,
                        Buffers& buf) {
     const int64_t ld = whole(p.D);
-    read_rows(p, of.y, rows, buf, buf.g);
+    if (of.norm && p.R && !p.rope_first)
+      read_rows<kRotatedBack>(p, of.y, rows, buf, buf.g);
+    else
+      read_rows<kAsTheyAre>(p, of.y, rows, buf, buf.g);
     if (of.norm) {
-      read_rows(p, of.x, rows, buf, buf.x);
       if (p.R && p.rope_first)
-        rotate_in_place<false>(p, buf.x, rows, buf);
-      else if (p.R)
-        rotate_in_place<true>(p, buf.g, rows, buf);
+        read_rows<kRotated>(p, of.x, rows, buf, buf.x);
+      else
+        read_rows<kAsTheyAre>(p, of.x, rows, buf, buf.x);
       centre_and_scale(p, of.norm, rows, buf);
       gradient_of_weight(p, of.norm, rows, dw, buf);
     }
@@ -442,13 +451,6 @@ struct NormRope {
   static FA_INLINE void pairs_of(const R* x, int64_t at, int64_t n, F factor, R& a, R& b) {
     const int64_t other = at + (In ? 1 : n);
     a = factor(x[at], at), b = factor(x[other], other);
-  }
-  template <bool Back>
-  static void rotate_in_place(const FaNormRope& p, R* x, int rows, Buffers& buf) {
-    for (int r = 0; r < rows; ++r, x += whole(p.D)) {
-      rotate<Back>(p, x, NoFactor{}, r, buf.spare, buf);
-      copy(0, p.D, buf.spare, NoFactor{}, x);
-    }
   }
 };
 
