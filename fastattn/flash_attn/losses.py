@@ -38,7 +38,7 @@ def cross_entropy_loss(
         label_smoothing: The weight of the mean over all classes, from 0 to 1.
         logit_scale: The factor of logits.
         lse_square_scale: The factor of the LSE's square, which is added to the loss.
-        ignore_index: The label of rows whose loss is 0.
+        ignore_index: The label of rows that have no loss: 0.
         inplace_backward: It has no effect: backward does not write into logits.
         process_group: It must be None: classes are not split over ranks.
 
@@ -82,7 +82,7 @@ class CrossEntropyLoss(nn.Module):
     """The cross entropy of rows.
 
     Args:
-        ignore_index: The label of rows whose loss is 0, which do not count.
+        ignore_index: The label of rows that have the loss 0 and do not count.
         reduction: "mean" over the rows that count, "sum" or "none".
         label_smoothing, logit_scale, lse_square_scale: As in `cross_entropy_loss`.
         inplace_backward, process_group: As in `cross_entropy_loss`.

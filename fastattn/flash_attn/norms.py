@@ -52,8 +52,8 @@ def layer_norm_fn(
         dropout_p: The probability with which each element of x and of x1 is dropped.
         rowscale: The factor of each row of x before dropout.
         prenorm: If True, also return the sum.
-        residual_in_fp32: If True, the sum is float32 where there is no residual, whose dtype it
-            has otherwise.
+        residual_in_fp32: If True, the sum is float32 where there is no residual. With one it has
+            the residual's dtype.
         zero_centered_weight: If True, 1 is added to weight and weight1.
         is_rms_norm: If True, divide by the root of the mean of squares (RMSNorm); otherwise
             subtract the mean and divide by the standard deviation (LayerNorm).

@@ -42,8 +42,8 @@ def flash_attn_forward(
     """Attend as `transformers_attention.attend` does, which has the arguments.
 
     attention_mask may also be (B,N), nonzero where a key is not padding: some models pass that to a
-    kernel with "flash" in its name. Raises ValueError for a layer of a model whose attention is not
-    that of transformers' interface.
+    kernel with "flash" in its name. Raises ValueError for a layer of a model that does not attend
+    as transformers' interface does.
     """
     _check_layer(type(module))
     if attention_mask is not None and attention_mask.ndim == 2:

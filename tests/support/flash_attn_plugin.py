@@ -69,7 +69,7 @@ def pytest_configure(config):
 
 
 def references(file):
-    """The functions of this file whose names end with _ref; the file imports a compiler."""
+    """The functions of this file with names that end in _ref; the file imports a compiler."""
     tree, found = ast.parse(file.read_text()), {"torch": torch, "F": torch.nn.functional}
     tree.body = [x for x in tree.body if getattr(x, "name", "").endswith("_ref")]
     exec(compile(tree, str(file), "exec"), found)

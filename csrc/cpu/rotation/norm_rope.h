@@ -1,10 +1,10 @@
 // Queries and keys before attention: a norm of each row and the rotation of its pairs of columns, in
 // either order, and their gradients. A task has a few tokens, with all heads. Rows are read into
 // buffers in the type of computation, and rounded once as they are written, so a result may lie in
-// place of its input. Rows are computed in groups of a few: their sums become one vector, whose roots
-// and divisions none of them waits for. Gradients of weights are sums over a
-// task's rows, added in the order of tasks. A norm's factors are computed again in the backward pass,
-// which reads the row in any case.
+// place of its input. Rows are computed in groups of a few: their sums become one vector, and no row
+// waits for a root or a division of another. Gradients of weights are sums over a task's rows, added
+// in the order of tasks. A norm's factors are computed again in the backward pass, which reads the
+// row in any case.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -197,7 +197,7 @@ struct NormRope {
   static FA_INLINE R get(const Y* p, R) {
     return RowOf<Y>::one(p);
   }
-  // Pairs whose numbers lie beside each other, from p on, or apart, at p and q.
+  // Pairs of numbers that lie beside each other, from p on, or apart, at p and q.
   template <bool Beside, class Y>
   static FA_INLINE void put_pairs(Y* p, Y* q, Vec<R> a, Vec<R> b) {
     if (Beside) zip<R>(a, b, kSequence);
