@@ -28,7 +28,7 @@ NAME = "fastattn"
 VERSION = 1
 LICENSE = "mit"
 REPOSITORY = BUILD / "hub" / NAME
-PYTHON = (".py", ".pyi")
+COPIED = (".py", ".pyi", ".json")  # measured choices are JSON
 # Programs that import the package by the name under which pip installs it.
 PROGRAMS = ("commands", "examples", "__main__.py")
 NATIVE = ("libfastattn_cpu.so", "fastattn_marshalling.abi3.so", "build.json")
@@ -141,9 +141,9 @@ print(note)
 
 
 def kept(folder):
-    """The files of Python below a folder that a variant has, by their paths there."""
+    """The files of the package below a folder that a variant has, by their paths there."""
     paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")))
-    return [x for x in paths if x.suffix in PYTHON and x.parts[0] not in PROGRAMS]
+    return [x for x in paths if x.suffix in COPIED and x.parts[0] not in (*PROGRAMS, "lib")]
 
 
 def copy_python(package, kernels, to):

@@ -14,6 +14,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from fastattn.backends.triton import tile_configs
+
 from ..static_gpu import aot, budgets, ptxas
 from . import x86
 
@@ -22,9 +24,11 @@ VARIANTS = ("plain", "mask", "alibi", "softcap", "dropout")
 
 
 def cases() -> Iterator[aot.KernelCase]:
-    """Triton's: plain calls on every chip, features on sm_80 and sm_90."""
+    """Triton's: plain calls on every chip with tensor cores, features on sm_80 and sm_90."""
     for case in aot.cases(dtypes=("bfloat16",), variants=VARIANTS):
-        if case.head_dim <= 128 and (case.arch <= 90 or case.variant == "plain"):
+        if case.arch < tile_configs.TENSOR_CORES or case.head_dim > 128:
+            continue
+        if case.arch <= 90 or case.variant == "plain":
             yield case
 
 

@@ -21,6 +21,7 @@ def edges(window_size: Any) -> tuple[int | None, int | None]:
 def in_names(error: Exception, names: Mapping[str, str]) -> Exception:
     """The error with other names for our arguments in its message; itself if it has none."""
     ours = str(error)
-    places = r"^\w+|\w+_\w+|(?<=as )\w(?= has)|\b\w(?='s )"  # "as q has", "q's heads"
+    # As in "as q has", "the rows of q", "q's heads".
+    places = r"^\w+|\w+_\w+|(?<=as )\w(?= has)|(?<=rows of )\w\b|\b\w(?='s )"
     told = re.sub(places, lambda found: names.get(found[0], found[0]), ours)
     return error if told == ours else type(error)(told)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..call.spec import acc_dtype
-from .checks import need_shape
+from .checks import need_floats, need_shape
 
 __all__ = ["swiglu"]
 
@@ -27,7 +27,7 @@ def swiglu(x: Tensor, y: Tensor) -> Tensor:
         out.
 
     Raises:
-        ValueError: The shapes differ.
+        ValueError: The shapes differ, or a dtype is not floating.
         TypeError: An argument is not a tensor.
 
     Example:
@@ -38,5 +38,7 @@ def swiglu(x: Tensor, y: Tensor) -> Tensor:
     """
     need_shape("x", x, (*getattr(x, "shape", ()),))
     need_shape("y", y, tuple(x.shape))
+    need_floats("x", x)
+    need_floats("y", y)
     wide = acc_dtype(x.dtype)
     return (F.silu(x.to(wide)) * y.to(wide)).to(x.dtype)

@@ -46,6 +46,12 @@ def need_shape(name: str, x: Tensor, axes: Axes) -> None:
     raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {_told(axes)}")
 
 
+def need_floats(name: str, x: Tensor) -> None:
+    """Raise unless x, a tensor, is of a floating dtype."""
+    if not x.is_floating_point():
+        raise ValueError(f"{name}.dtype: got {x.dtype}, expected a floating dtype")
+
+
 def refuse_int4(name: str, x: Tensor) -> None:
     """Raise for keys and values in four bits, which flash-attn does not have."""
     if x.dtype == INT4:

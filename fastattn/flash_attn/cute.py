@@ -213,7 +213,8 @@ def flash_attn_varlen_func(
         min_seqlen_k: It has no effect.
         seqused_q: The number of rows of each sequence that are used. The others are empty rows.
         seqused_k: The number of keys of each sequence that are used.
-        gather_kv_indices: As in `flash_attn_func`.
+        gather_kv_indices: As in `flash_attn_func`; with page_table, where a page is at most once in
+            a sequence's table.
         page_table: The pages of each sequence. Without seqused_k all of their keys are used.
         softmax_scale, causal, window_size, learnable_sink, softcap: As in `flash_attn_func`.
         num_splits, pack_gqa, deterministic: As in `flash_attn_func`.

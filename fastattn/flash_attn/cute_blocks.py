@@ -116,19 +116,23 @@ def with_blocks(
     padded = _padded_lists(blocks, q, columns) if first is None else []
 
     def mask_mod(rows: Count, keys: Count) -> MaskMod:
-        own = of_pairs(rows, keys) if of_pairs else lambda b, h, i, j: j >= 0
-        if first is None:
-            return mask_mod_of(_Listed(*padded, size, own)) or own  # ty: ignore
+        own = of_pairs(rows, keys) if of_pairs else _every_pair
+        if first is None:  # None of `mask_mod_of`: whole blocks alone, where `own` does not count
+            return mask_mod_of(_Listed(*padded, size, own)) or _every_pair  # ty: ignore
         assert isinstance(rows, Tensor) and isinstance(keys, Tensor)
         lists = _packed_lists(blocks, q.shape[-2], rows, keys, columns)
 
         def at_block(b: Any, h: Any, i: Any, j: Any) -> Any:
             return own(b, h, i - first[b] * size[0], j)
 
-        seen = mask_mod_of(_Listed(*lists, size, at_block)) or at_block  # ty: ignore
+        seen = mask_mod_of(_Listed(*lists, size, at_block)) or _every_pair  # ty: ignore
         return lambda b, h, i, j: seen(b, h, i + first[b] * size[0], j)
 
     return functions._replace(mask_mod=mask_mod)
+
+
+def _every_pair(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return j >= 0
 
 
 def _padded_lists(blocks: BlockSparseTensorsTorch, q: Tensor, columns: int) -> list[Tensor | None]:
@@ -145,7 +149,7 @@ def _padded_lists(blocks: BlockSparseTensorsTorch, q: Tensor, columns: int) -> l
         need_integers(f"{BLOCKS}.{kind}_block_idx", index, (*count.shape, "blocks"))
         B, H = q.shape[0], q.shape[2]
         _need_broadcast(f"{BLOCKS}.{kind}_block_cnt", count, ((1, B), (1, H), (m,)))
-        found += _checked(kind, count, index, index.shape[-1], columns)
+        found += _checked(kind, count, index, min(index.shape[-1], columns), columns)
     return found
 
 
@@ -168,11 +172,12 @@ def _packed_lists(
         tokens = Tokens.of(name, first, count.mT, len(rows))
         within(name, -(-rows // size[0]), first.diff(), "the blocks of rows of a sequence")
         of_each = -(-keys // size[1])  # the entries of a row's list
-        lists = first[:-1] * of_each if begin is None else begin[:-1]
+        lists, name = first[:-1] * of_each, f"{BLOCKS}.cu_block_idx_offsets"
+        if begin is not None:
+            need_integers(name, begin, (len(rows) + 1,))
+            lists = within(name, begin[:-1], index.shape[1], f"{kind}_block_idx's entries")
         ends = lists + first.diff() * of_each
-        within(
-            f"{BLOCKS}.cu_block_idx_offsets", ends, index.shape[1], f"{kind}_block_idx's entries"
-        )
+        within(name, ends, index.shape[1], f"{kind}_block_idx's entries")
         at = (lists[tokens.item] + tokens.step * of_each[tokens.item])[:, None]
         at = (at + torch.arange(columns, device=index.device)).clamp(0, index.shape[1])
         index = F.pad(index, (0, 1))[:, at]
@@ -194,4 +199,4 @@ def _checked(
     count = within(f"{BLOCKS}.{kind}_block_cnt", count, most)
     counted = torch.arange(index.shape[-1], device=index.device) < count[..., None]
     index = within(f"{BLOCKS}.{kind}_block_idx", torch.where(counted, index, 0), columns - 1)
-    return [count, F.pad(index, (0, max(0, columns - index.shape[-1])))]
+    return [count, F.pad(index, (0, columns - index.shape[-1]))]  # what is past them does not count

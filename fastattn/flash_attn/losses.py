@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call.spec import acc_dtype
-from .checks import need_integers, need_shape
+from .checks import need_floats, need_integers, need_shape
 from .sequences import say_once
 
 __all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
@@ -52,7 +52,8 @@ def cross_entropy_loss(
         (losses, z_losses). z_losses have no gradient, and are a part of losses.
 
     Raises:
-        ValueError: A shape or dtype does not fit.
+        ValueError: A shape, a dtype or label_smoothing does not fit.
+        IndexError: A label is no class, on CPUs.
         TypeError: An argument is not a tensor.
         NotImplementedError: There is a process_group.
 
@@ -67,8 +68,12 @@ def cross_entropy_loss(
     if process_group is not None:
         raise NotImplementedError("process_group: got a group, expected None: one rank has the row")
     need_shape("logits", logits, ("batch", "classes"))
+    need_floats("logits", logits)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: got {label_smoothing}, expected a number from 0 to 1")
     need_integers("labels", labels, (len(logits),))
-    x, labels = logits.to(acc_dtype(logits.dtype)) * logit_scale, labels.long()
+    x, labels = logits.to(acc_dtype(logits.dtype)), labels.long()
+    x = x if logit_scale == 1 else x * logit_scale
     given: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
     losses = F.cross_entropy(x, labels, reduction="none", **given)
     if not lse_square_scale:

@@ -73,7 +73,8 @@ def layer_norm_fn(
         the two masks, None where nothing is dropped.
 
     Raises:
-        ValueError: A shape or dropout_p does not fit, or there is rowscale beside x1.
+        ValueError: A shape, a dtype or dropout_p does not fit, or there is rowscale beside x1, or
+            bias1 without weight1.
         TypeError: An argument is not a tensor.
 
     Example:
@@ -94,7 +95,11 @@ def layer_norm_fn(
         raise ValueError("rowscale: got it beside x1, expected one of them")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: got {dropout_p}, expected a number from 0 to below 1")
-    wide = acc_dtype(x.dtype)
+    if bias1 is not None and weight1 is None:
+        raise ValueError("bias1: got it without weight1, expected both or neither")
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise ValueError(f"out_dtype: got {out_dtype}, expected a floating dtype")
+    wide = acc_dtype(x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
     total = x.to(wide) if rowscale is None else x.to(wide) * rowscale[..., None]
     total, kept = _dropped(total, dropout_p)
     kept1 = None

@@ -314,6 +314,24 @@ def test_pages_without_lengths():
     torch.testing.assert_close(out, cute.flash_attn_func(q, keys, keys, causal=True)[0])
 
 
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_a_mask_mod_is_not_asked_where_all_blocks_are_whole(rows):
+    q, k, v = torch.randn(3, 2, 8, 2, 16)
+    one, none = (torch.full((2, 1, 1), x, dtype=torch.int32) for x in (1, 0))
+    lists, given = (none, none[..., None], one, none[..., None]), dict(block_size=(8, 8))
+    if rows == "packed":
+        lists = [x.view(1, 2) for x in lists]
+        given |= dict(cu_total_m_blocks=offsets([1, 1]))
+    blocks = cute.BlockSparseTensorsTorch(*lists, **given)
+    given = dict(mask_mod=lambda b, h, i, j, info, aux: j < i, block_sparse_tensors=blocks)
+    if rows == "packed":
+        given |= dict(cu_seqlens_q=offsets([8, 8]))
+        out = cute.flash_attn_varlen_func(q.flatten(0, 1), k, v, **given)[0].view_as(q)
+    else:
+        out = cute.flash_attn_func(q, k, v, **given)[0]
+    torch.testing.assert_close(out, cute.flash_attn_func(q, k, v)[0])
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (None, None), (99, 99)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_windows_that_hide_nothing(window, causal):
@@ -405,6 +423,8 @@ def in_blocks(**wrong):
                 (dict(cu_total_m_blocks=2 * FIRST), "cu_total_m_blocks: got 6 last, expected 3"),
                 (dict(cu_total_m_blocks=FIRST[[0, 0, 2]]), "cu_total_m_blocks: got 1, expected 0"),
                 (dict(cu_block_idx_offsets=FIRST + 2), "cu_block_idx_offsets: got 5, expected 0"),
+                (dict(cu_block_idx_offsets=FIRST - 3), "cu_block_idx_offsets: got -3, expected 0"),
+                (dict(cu_block_idx_offsets=FIRST[:-1]), "cu_block_idx_offsets: got torch.int32"),
                 (dict(mask_block_cnt=OF_ROWS[0] * 2), "mask_block_cnt: got 2, expected 0 to 1"),
                 (dict(mask_block_idx=OF_ROWS[1] + 1), "mask_block_idx: got 1, expected 0 to 0"),
                 (dict(mask_block_cnt=OF_ROWS[0].repeat(3, 1)), "mask_block_idx: got .* .3, blocks"),

@@ -177,6 +177,22 @@ X, W = torch.zeros(2, 3, 4), torch.ones(4)
         ),
         (lambda: activations.swiglu(X, X[0]), ValueError, "y: got shape"),
         (lambda: activations.swiglu(1.0, X), TypeError, "x: got"),
+        (lambda: activations.swiglu(X.long(), X), ValueError, "x.dtype: got torch.int64"),
+        (
+            lambda: losses.cross_entropy_loss(X[0].long(), torch.tensor([0])),
+            ValueError,
+            "logits.dtype: got torch.int64",
+        ),
+        (
+            lambda: losses.cross_entropy_loss(X[0], torch.tensor([0] * 3), label_smoothing=2.0),
+            ValueError,
+            "label_smoothing: got 2.0",
+        ),
+        (
+            lambda: norms.layer_norm_fn(X, torch.ones(X.shape[-1]), None, bias1=X[0, 0]),
+            ValueError,
+            "bias1: got it without weight1",
+        ),
     ],
 )
 def test_refusals(call, kind, message):
@@ -244,3 +260,9 @@ SIGNATURES = {
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda x: x.__name__)
 def test_signatures(function):
     assert signature_of(function) == SIGNATURES[function].split()
+
+
+def test_a_wider_residual_is_not_rounded():
+    x, residual = torch.randn(3, 4), torch.randn(3, 4, dtype=torch.float64)
+    _, total = norms.layer_norm_fn(x, torch.ones(4), None, residual, prenorm=True)
+    assert torch.equal(total, x + residual)

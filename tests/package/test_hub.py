@@ -121,6 +121,7 @@ def test_metadata_follow_the_rules_of_the_hub(hub, variants):
         assert metadata["version"] == hub.VERSION == 1
         assert metadata["python-depends"] == metadata["kernel-depends"] == []
         assert metadata["digest"] == digest(folder)
+        assert (folder / "backends/measured/sm_90.json").is_file()
         identifiers.add(metadata["id"])
     assert len(identifiers) == 2
 
