@@ -419,7 +419,7 @@ def tables_of_rows(
     if cu is not None:
         at = torch.arange(rows, device=cos.device)
         at = at - cu[torch.searchsorted(cu, at, right=True) - 1]
-        return cos[at], sin[at]
+        cos, sin = cos[..., at, :], sin[..., at, :]
     return (cos, sin) if cos.ndim == 2 else (cos[:, None], sin[:, None])
 
 

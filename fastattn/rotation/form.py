@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .. import reference
+from ..backends.shared.value_checks import check_order
 from ..call.spec import acc_dtype
 
 
@@ -36,6 +38,21 @@ class Rows(NamedTuple):
     cu: Tensor | None  # (sequences + 1,)
 
 
+def check_offsets(rows: Rows) -> None:
+    """Raise unless cu has the offsets of the rows of q, and cos a row for each of a sequence."""
+    assert rows.q is not None and rows.cu is not None
+    offsets = check_order("cu_q", rows.cu, rows.q.shape[2], "q")
+    if rows.cos is None:
+        return
+    positions = rows.cos.shape[-2]
+    for b, (first, end) in enumerate(itertools.pairwise(offsets)):
+        if end - first > positions:
+            raise ValueError(
+                f"cu_q: got {end - first} rows in sequence {b}, expected at most {positions}, the "
+                "rows of cos"
+            )
+
+
 def composed(form: Form, rows: Rows) -> tuple[Tensor, ...]:
     """The same by torch's operations, which have all derivatives: in float32 (float64 for float64),
     rounded once."""
@@ -45,6 +62,9 @@ def composed(form: Form, rows: Rows) -> tuple[Tensor, ...]:
         (rows.k, rows.k_weight, form.k_norm),
     ):
         if x is None:
+            continue
+        if not norm and rows.cos is None:
+            found.append(x.clone())  # a result is never an input
             continue
         wide = acc_dtype(x.dtype)
         pairs = form.rotary_dim // 2

@@ -11,7 +11,7 @@ from torch import Tensor, get_num_threads
 from ..backends.native import libraries
 from ..backends.native.libraries import DTYPE
 from ..call.spec import acc_dtype
-from .form import Form, Rows
+from .form import Form, Rows, check_offsets
 
 NORMS = {"": 0, "rms": 1, "layer": 2}  # FaNorm
 _PART = "Q4qq" * 4 + "Qqq"  # FaNormRopePart
@@ -97,10 +97,6 @@ def _run(form: Form, rows: Rows, parts: list[int], x: Tensor, backward: int) -> 
     )
     status = libraries.cpu().norm_rope(packed)
     if status == libraries.BAD_OFFSET:
-        assert cu is not None
-        raise ValueError(
-            f"cu_q: got {cu.tolist()}, expected offsets that rise from 0 to {M}, the number of "
-            f"rows of q, in steps of at most {positions}, the number of rows of cos"
-        )
+        check_offsets(rows)
     if status != libraries.OK:
         raise MemoryError("the CPU kernels could not allocate their scratch memory")

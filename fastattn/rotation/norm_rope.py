@@ -357,16 +357,40 @@ def _nothing_sees() -> bool:
 
 
 def _are_apart(outs: Sequence[Tensor], rows: Rows) -> bool:
-    """True if rows may be written as they are read: a result lies apart from all inputs, or in
-    place of its own."""
-    inputs = [x for x in rows if x is not None]
-    if rows.k is not None and rows.k.data_ptr() == rows.q.data_ptr():  # ty: ignore
-        return False
-    storages = [x.untyped_storage().data_ptr() for x in (*inputs, *outs)]
-    for y, x in zip(outs, rows):
+    """True if rows may be written as they are read: a result lies apart from the other result and
+    from all inputs, or in place of its own."""
+    own = [x for x in rows[:2] if x is not None]
+    others = [x for x in rows[2:] if x is not None]
+    for at, y in enumerate(outs):
         if torch._debug_has_internal_overlap(y) == 1:
             return False
-        own = x is not None and y.data_ptr() == x.data_ptr() and y.stride() == x.stride()
-        if not own and storages.count(y.untyped_storage().data_ptr()) > 1:
+        storage = y.untyped_storage().data_ptr()
+        if any(x.untyped_storage().data_ptr() == storage for x in others):
             return False
+        for i, x in enumerate((*own, *outs)):
+            if i == len(own) + at or x.untyped_storage().data_ptr() != storage:
+                continue
+            in_place = i == at and y.data_ptr() == x.data_ptr() and y.stride() == x.stride()
+            if not in_place and not _are_disjoint(y, x):
+                return False
     return True
+
+
+def _are_disjoint(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors of one storage and dtype provably share no element: there is a period,
+    such as a row of fused q, k and v, that both repeat with, and in it they lie apart."""
+    between = b.storage_offset() - a.storage_offset()
+    for period in (_NO_PERIOD, *a.stride(), *b.stride()):
+        if period:
+            gap = between % period
+            if _extent(a, period) <= gap and gap + _extent(b, period) <= period:
+                return True
+    return False
+
+
+_NO_PERIOD = 1 << 62  # more than any storage
+
+
+def _extent(x: Tensor, period: int) -> int:
+    """From the first element to behind the last, without the steps of whole periods."""
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()) if s % period)

@@ -23,7 +23,7 @@ from ..dispatch.run_pass import dispatch_mode_active
 from ..dispatch.vmap_fold import front, pick
 from ..namespace import add_op_namespace_prefix, operator
 from . import kernel
-from .form import Form, Rows, composed
+from .form import Form, Rows, check_offsets, composed
 
 _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
@@ -36,14 +36,22 @@ def call(form: Form, rows: Rows, outs: Sequence[Tensor] = ()) -> Sequence[Tensor
     """The results, in `outs` if these are given: plain tensors, for a call without gradient."""
     assert rows.q is not None
     if rows.q.device.type != "cpu":
-        return composed(form, rows)
+        return _by_operations(form, rows)
     if _is_compiling() or (dispatch_mode_active() and not _transforms()):
         return operator("norm_rope")(*rows, *form)
     if forward_ad._current_level >= 0:
-        return composed(form, rows)
+        return _by_operations(form, rows)
     if _transforms() or (torch.is_grad_enabled() and _requires_grad(rows)):
         return NormRope.apply(form, *rows)
     return _forward(form, rows, outs)
+
+
+def _by_operations(form: Form, rows: Rows) -> Sequence[Tensor]:
+    """`composed`, for offsets that were checked, where the CPU can read them."""
+    cu = rows.cu
+    if cu is not None and cu.device.type == "cpu" and not _is_compiling() and kind((cu,)):
+        check_offsets(rows)
+    return composed(form, rows)
 
 
 def _requires_grad(rows: Rows) -> bool:
@@ -63,7 +71,7 @@ def _forward(form: Form, rows: Rows, outs: Sequence[Tensor] = ()) -> Sequence[Te
     if not _is_in_memory(rows):
         if dispatch_mode_active():
             return operator("norm_rope")(*rows, *form)
-        return composed(form, rows)
+        return _by_operations(form, rows)
     outs = outs or empty_results(rows)
     kernel.forward(form, rows, outs)
     return outs
@@ -245,12 +253,15 @@ def _vmapped(
     item, dim = next((x, dim) for x, dim in zip(tensors, dims) if x is not None)
     B = item.shape[0 if dim is None or dim > 0 else 1]
     folded = list(tensors)
+    tables = [i for i in (first + 2, first + 3) if tensors[i] is not None]
+    # Both are folded alike: tensors of tables have one shape.
+    own_tables = any(dims[i] is not None or tensors[i].ndim == 3 for i in tables)
     for i, (x, dim) in enumerate(zip(tensors, dims)):
         if x is None:
             continue
         if i < first + 2:
             folded[i] = front(V, x, dim).flatten(0, 1)
-        elif i < first + 4 and (dim is not None or x.ndim == 3):
+        elif i in tables and own_tables:
             own = front(V, x, dim)  # (V,M,R/2) or (V,B,M,R/2)
             own = own[:, None].expand(V, B, *own.shape[1:]) if own.ndim == 3 else own
             folded[i] = own.flatten(0, 1)

@@ -1,6 +1,7 @@
 """norm_rope against its float64 oracle, on every instruction set, and the ways of a call."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -199,6 +200,19 @@ def test_results_lie_in_memory_as_their_inputs():
     assert k.stride() == given["k"].stride()
 
 
+@pytest.mark.parametrize("way", ["kernel", "negative", "forward mode"])
+def test_a_result_is_never_an_input(way):
+    """Also where there is neither norm nor rotation: here of k."""
+    q, k, weight = drawn((1, 2, 3, 4), 1), drawn((1, 2, 3, 4), 2), drawn((4,), 3)
+    k = torch._neg_view(k) if way == "negative" else k
+    before = k.clone()
+    with torch.autograd.forward_ad.dual_level() if way == "forward mode" else nullcontext():
+        got = fastattn.norm_rope(q, k, q_weight=weight)[1]
+        assert torch.equal(got, before)
+        got.zero_()
+    assert torch.equal(k, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_special_values(dtype):
     """NaN and infinity stay in their row, and are torch's; zeros give zeros."""
@@ -253,6 +267,48 @@ def test_out(place):
     assert all(x._version > before for x, before in zip(out, versions))
 
 
+def parts_of_one_memory(memory):
+    """q, k and the options of calls whose out is (q, k), by name, and if all are written directly.
+
+    memory: numbers for all of them.
+    """
+    fused = memory[: 70 * 6 * 64].view(1, 70, 6, 64).transpose(1, 2)
+    rows = memory[: 70 * 5 * 64].view(1, 5, 70, 64)
+    q = fused[:, :4]
+    return {
+        "fused": (q, fused[:, 4:], {}, True),
+        "apart": (rows[:, :3], rows[:, 3:], {}, True),
+        "a head of both": (q, fused[:, 3:5], {}, False),
+        "heads of both": (rows[:, :3], rows[:, 2:], {}, False),
+        "a row further": (q[:, :, :-1], q[:, :, 1:], {}, False),
+        "one": (q, q, {}, False),
+        "weight": (q, fused[:, 4:], {"q_weight": q[0, 0, 0]}, False),
+        "tables": (q, fused[:, 4:], dict.fromkeys(("cos", "sin"), q[0, 0, :, :32]), False),
+    }
+
+
+@pytest.mark.parametrize("name", parts_of_one_memory(torch.empty(70 * 6 * 64)))
+def test_out_in_one_memory(name, monkeypatch):
+    """Inputs that share memory with what is written keep their values until all are read."""
+    memory = drawn((70 * 6 * 64,), 1).float()
+    right = memory.clone()
+    q, k, options, _ = parts_of_one_memory(right)[name]
+    options = {"norm": "rms", "eps": 0.1} | options
+    for x, y in zip((q, k), fastattn.norm_rope(q, k, **options)):
+        x.copy_(y)
+    q, k, own, direct = parts_of_one_memory(memory)[name]
+    addresses, forward = [], passes.kernel.forward
+
+    def seen(form, rows, outs):
+        addresses.extend(x.data_ptr() for x in outs)
+        forward(form, rows, outs)
+
+    monkeypatch.setattr(passes.kernel, "forward", seen)
+    fastattn.norm_rope(q, k, **options | own, out=(q, k))
+    assert torch.equal(memory, right)
+    assert direct == (addresses == [q.data_ptr(), k.data_ptr()])
+
+
 def test_out_of_a_packed_batch():
     given, options = call_of(B=1)
     given |= {x: given[x].squeeze(0).transpose(0, 1).contiguous() for x in "qk"}
@@ -304,12 +360,12 @@ def test_second_derivatives_of_a_rotation_alone():
     assert torch.autograd.gradgradcheck(call, (q, k))
 
 
-@pytest.mark.parametrize("mapped", ["q", "cos", "q_weight", "all"])
+@pytest.mark.parametrize("mapped", ["q", "cos", "sin", "tables", "q_weight", "all"])
 def test_vmap(mapped):
     given, options = call_of(B=2, M=5, D=16)
     V = 3
     names = (*LEAVES, "cos", "sin") if mapped == "all" else (mapped,)
-    names = ("cos", "sin") if mapped == "cos" else names
+    names = ("cos", "sin") if mapped == "tables" else names
     several = {x: drawn((V, *given[x].shape), i).float() for i, x in enumerate(names)}
 
     def call(several):
@@ -323,7 +379,7 @@ def test_vmap(mapped):
     apart = [call({x: t[v] for x, t in several.items()}) for v in range(V)]
     for i in range(2):
         torch.testing.assert_close(got[i], torch.stack([x[i] for x in apart]))
-    if mapped != "cos":
+    if mapped not in ("cos", "sin", "tables"):
         leaves = {x: t for x, t in several.items() if x in LEAVES}
         others = {x: t for x, t in several.items() if x not in LEAVES}
 
@@ -336,6 +392,43 @@ def test_vmap(mapped):
             right = gradient(*one)
             for x in leaves:
                 torch.testing.assert_close(got[x][v], right[x])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["items", "packed"])
+@pytest.mark.parametrize("mapped", ["cos", "sin", "tables"])
+def test_vmap_over_tables(mapped, packed):
+    """As many items as heads, so that a table of the wrong dimension fits, too."""
+    M, D, V = 5, 8, 3
+    q, weight = drawn((M, V, D) if packed else (V, V, M, D), 1), drawn((D,), 2)
+    cos, sin = drawn((V, M, D // 2), 3), drawn((V, M, D // 2), 4)
+    cos, sin = cos if mapped != "sin" else cos[0], sin if mapped != "cos" else sin[0]
+    options = {"eps": 0.1, "q_weight": weight}
+    options["cu_q"] = torch.tensor([0, 2, 5]) if packed else None
+
+    def together(q, forward_mode=False):
+        def call(cos, sin):
+            def rotated(q):
+                return fastattn.norm_rope(q, None, cos, sin, **options)
+
+            return torch.func.jvp(rotated, (q,), (q,))[1] if forward_mode else rotated(q)
+
+        dims = tuple(0 if x.ndim == 3 else None for x in (cos, sin))
+        return torch.func.vmap(call, in_dims=dims)(cos, sin)
+
+    def apart(q):
+        every = zip(cos.expand(V, M, D // 2), sin.expand(V, M, D // 2))
+        return torch.stack([reference.norm_rope(q, None, *x, **options) for x in every])
+
+    def derivatives(call):
+        x = q.clone().requires_grad_()
+        y = call(x)
+        first = torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0]
+        return y, first, torch.autograd.grad(first.cos().sum(), x)[0]
+
+    torch.testing.assert_close(derivatives(together), derivatives(apart))
+    torch.testing.assert_close(together(torch._neg_view(-q)), apart(q))
+    right = torch.func.jvp(apart, (q,), (q,))[1]
+    torch.testing.assert_close(together(q, forward_mode=True), right)
 
 
 def test_hessian():
@@ -450,6 +543,33 @@ def test_nothing_to_do(axis):
 
 # --------------------------------------------------------------------------- errors
 
+WAYS = {
+    "kernel": lambda call, q: call(q),
+    "forward mode": lambda call, q: torch.func.jvp(call, (q,), (q,)),
+    "negative": lambda call, q: call(torch._neg_view(-q)),
+    "vmap": lambda call, q: torch.func.vmap(call)(q[None]),
+    "gradient": lambda call, q: torch.func.grad(lambda q: call(q).sum())(q),
+}
+OFFSETS = {
+    "first": ([1, 5], "cu_q: got 1 first, expected 0"),
+    "last": ([0, 4], "cu_q: got 4 last, expected 5, the rows of q"),
+    "falling": ([0, 3, 2, 5], "cu_q: got 2 after 3, expected offsets that never fall"),
+    "long": ([0, 0, 5], "got 5 rows in sequence 1, expected at most 4, the rows of cos"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("cu, text", OFFSETS.values(), ids=OFFSETS)
+def test_wrong_offsets(cu, text, way):
+    given = {"cos": torch.ones(4, 4), "sin": torch.ones(4, 4), "cu_q": torch.tensor(cu)}
+    with pytest.raises(ValueError, match=text):
+        way(lambda q: fastattn.norm_rope(q, **given), torch.ones(5, 2, 8))
+    if "cos" not in text:
+        del given["cos"], given["sin"]
+        with pytest.raises(ValueError, match=text):
+            way(lambda q: fastattn.norm_rope(q, norm="rms", **given), torch.ones(5, 2, 8))
+
+
 CU = torch.tensor([0, 70])
 WRONG = {
     "q": ({"q": torch.ones(2, 3)}, r"q: got shape \(2, 3\), expected \(B, H, M, D\)"),
@@ -484,14 +604,14 @@ WRONG = {
     "interleaved alone": ({"cos": None, "sin": None, "interleaved": True}, "True without cos"),
     "packed tables": (
         {"q": torch.ones(70, 4, 64), "k": None, "k_weight": None, "cu_q": torch.tensor([0, 71])},
-        r"cu_q: got \[0, 71\], expected offsets that rise from 0 to 70",
+        "cu_q: got 71 last, expected 70, the rows of q",
     ),
     "a long sequence": (
         {
             "q": torch.ones(70, 4, 64),
             **dict(k=None, k_weight=None, cu_q=CU, cos=torch.ones(9, 32), sin=torch.ones(9, 32)),
         },
-        "in steps of at most 9, the number of rows of cos",
+        "cu_q: got 70 rows in sequence 0, expected at most 9, the rows of cos",
     ),
 }
 
