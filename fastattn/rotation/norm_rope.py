@@ -102,8 +102,8 @@ def norm_rope(
     (float64 for float64) and rounds once. Elsewhere, and in forward mode, torch's operations do.
 
     There are gradients for q, k and the weights, of any order, with the same bits for any number of
-    threads. cos and sin have none. Scaled and multidimensional positions (YaRN, Llama 3, M-RoPE,
-    axial) are other tables.
+    threads. cos and sin have none. torch.compile does not compile torch.func.grad of a call: it
+    raises. Scaled and multidimensional positions (YaRN, Llama 3, M-RoPE, axial) are other tables.
 
     Args:
         q: Queries.
@@ -138,7 +138,8 @@ def norm_rope(
         out: As q, or as q and k.
 
     Returns:
-        The result for q, or (that for q, that for k). They lie in memory as q and k do.
+        The result for q, or (that for q, that for k). On a CPU, outside forward mode, they lie in
+        memory as q and k do.
 
     Raises:
         ValueError: An argument has a value, shape, dtype or device that breaks these rules.
@@ -302,6 +303,7 @@ def _check_tables(form: Form, rows: Rows) -> None:
         axes = q.shape[2:3] if cos.ndim == 2 else (q.shape[0], q.shape[2])
         fits = agree(tuple(cos.shape[:-1]), tuple(axes))
         need(fits, "cos", shape_of(cos), f"{_TABLES}, a row for each of q: {(*axes, 'R / 2')}")
+    need(cos.shape[-1] > 0, "cos", shape_of(cos), "a column or more, one for each pair")
     R, start, D, columns = form.rotary_dim, form.rotary_start, q.shape[-1], cos.shape[-1]
     if not holds((R > 0) & (R % 2 == 0) & (R <= 2 * columns)):
         expected = f"an even number from 2 to {2 * columns}, twice the columns of cos"
@@ -338,6 +340,8 @@ def _written(form: Form, rows: Rows, out: Any) -> Sequence[Tensor]:
                 )
     outs = tuple(heads_first("out", y) if packed else y for y in outs)
     direct = _nothing_sees() and kind(outs) is not None and _are_apart(outs, rows)
+    if not torch.is_inference_mode_enabled() and any(y.is_inference() for y in outs):
+        direct = False  # copy_ says what torch does not allow
     found = passes.call(form, rows, outs if direct else ())
     if found is outs:
         increment_version(outs)
@@ -360,25 +364,24 @@ def _are_apart(outs: Sequence[Tensor], rows: Rows) -> bool:
     """True if rows may be written as they are read: a result lies apart from the other result and
     from all inputs, or in place of its own."""
     own = [x for x in rows[:2] if x is not None]
-    others = [x for x in rows[2:] if x is not None]
-    for at, y in enumerate(outs):
-        if torch._debug_has_internal_overlap(y) == 1:
-            return False
-        storage = y.untyped_storage().data_ptr()
-        if any(x.untyped_storage().data_ptr() == storage for x in others):
-            return False
-        for i, x in enumerate((*own, *outs)):
-            if i == len(own) + at or x.untyped_storage().data_ptr() != storage:
-                continue
-            in_place = i == at and y.data_ptr() == x.data_ptr() and y.stride() == x.stride()
-            if not in_place and not _are_disjoint(y, x):
-                return False
-    return True
+    written = [y.untyped_storage().data_ptr() for y in outs]
+    if any(x is not None and x.untyped_storage().data_ptr() in written for x in rows[2:]):
+        return False
+    if any(torch._debug_has_internal_overlap(y) == 1 for y in outs):
+        return False
+    moved = [y.data_ptr() != x.data_ptr() or y.stride() != x.stride() for y, x in zip(outs, own)]
+    pairs = [(y, x) for y, x, moves in zip(outs, own, moved) if moves]
+    if len(outs) == 2:
+        pairs.append((outs[0], outs[1]))
+        pairs += [(y, x) for y, x, moves in zip(outs, own[::-1], moved[::-1]) if moves]
+    return all(_are_disjoint(*pair) for pair in pairs)
 
 
 def _are_disjoint(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors of one storage and dtype provably share no element: there is a period,
-    such as a row of fused q, k and v, that both repeat with, and in it they lie apart."""
+    """True if two tensors of one dtype provably share no element: there is a period, such as a row
+    of fused q, k and v, that both repeat with, and in it they lie apart."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return True
     between = b.storage_offset() - a.storage_offset()
     for period in (_NO_PERIOD, *a.stride(), *b.stride()):
         if period:

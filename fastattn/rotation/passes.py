@@ -67,11 +67,17 @@ def empty_results(rows: Rows) -> list[Tensor]:
     return [torch.empty_like(x) for x in rows[:2] if x is not None]
 
 
+def _laid_out_as(empty: Tensor, y: Tensor) -> Tensor:
+    """y, in memory as the kernel's result, on which a compiled program relies."""
+    return y if y.stride() == empty.stride() else empty.copy_(y)
+
+
 def _forward(form: Form, rows: Rows, outs: Sequence[Tensor] = ()) -> Sequence[Tensor]:
     if not _is_in_memory(rows):
         if dispatch_mode_active():
             return operator("norm_rope")(*rows, *form)
-        return _by_operations(form, rows)
+        found = _by_operations(form, rows)
+        return [_laid_out_as(x, y) for x, y in zip(empty_results(rows), found)]
     outs = outs or empty_results(rows)
     kernel.forward(form, rows, outs)
     return outs
@@ -90,7 +96,12 @@ def _backward(
     if dispatch_mode_active():
         found = operator("norm_rope_backward")(*grads, *rows, *form, *wants)
         return _spread(found, _present(grads, wants))
-    return _composed_backward(form, rows, grads, wants)
+    found = _composed_backward(form, rows, grads, wants)
+    for at, (g, x) in enumerate(zip(grads, rows)):
+        like, y = g if x is None else x, found[at]
+        if like is not None and y is not None:
+            found[at] = _laid_out_as(torch.empty_like(like), y)
+    return found
 
 
 def _present(grads: Sequence[Tensor | None], wants: Sequence[bool]) -> list[bool]:
@@ -154,6 +165,9 @@ class NormRope(Function):
         ctx.form, *rows = inputs
         ctx.save_for_backward(*_saved(ctx.form, Rows(*rows)))
         ctx.set_materialize_grads(False)
+        needs: Any = Rows(*ctx.needs_input_grad[1:])
+        needed = needs.q or needs.q_weight, needs.k or needs.k_weight
+        ctx.mark_non_differentiable(*(y for y, x in zip(output, needed) if not x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from ..call.sizes import known
 from ..call.spec import acc_dtype
@@ -28,7 +30,8 @@ def rotate(
     A pair is columns i and i + R/2 or, if interleaved, 2i and 2i + 1. Computed in float32 or
     float64. out: where to write the result, which may be x; without gradients only.
     """
-    axes = None if _have_derivatives(cos, sin) else _axes(x, cos)
+    by_operations = _have_derivatives(cos, sin) or _is_onnx_export()
+    axes = None if by_operations else _axes(x, cos)
     if axes is None:
         y = _by_operations(x, cos, sin, interleaved)
         return y if out is None else out.copy_(y)
@@ -39,7 +42,14 @@ def rotate(
     y = norm_rope(*given, interleaved=interleaved)
     if axes.missing >= 0:
         y = y.squeeze(axes.missing)
-    return y.movedim(-2, axes.rows)
+    return y if axes.rows == x.ndim - 2 else y.movedim(-2, axes.rows)
+
+
+def _is_onnx_export() -> bool:
+    """True in torch.onnx.export, which knows only torch's operators."""
+    if is_dynamo_compiling():  # it would look at each of sys.modules
+        return False
+    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
 def _have_derivatives(*tables: Tensor) -> bool:
@@ -50,10 +60,18 @@ def _have_derivatives(*tables: Tensor) -> bool:
 
 def _axes(x: Tensor, cos: Tensor) -> _Axes | None:
     """None if `norm_rope` has no such layout."""
-    if x.ndim not in (3, 4) or cos.ndim > x.ndim or x.dtype not in DTYPES:
+    if (
+        x.is_nested
+        or cos.is_nested
+        or x.ndim not in (3, 4)
+        or cos.ndim > x.ndim
+        or x.dtype not in DTYPES
+    ):
         return None
     if cos.dtype not in DTYPES or known(cos.shape[-1] == 0) or cos.device != x.device:
         return None
+    if x.ndim == 4 and cos.ndim == 2 and known(cos.shape[0] == x.shape[2]):
+        return _Axes(2, -1)  # the most frequent
     sizes = (*(1,) * (x.ndim - cos.ndim), *cos.shape[:-1])
     for rows in range(x.ndim - 2, -1, -1):
         others = [at for at in range(1, x.ndim - 1) if at != rows]
@@ -71,12 +89,15 @@ def _axes(x: Tensor, cos: Tensor) -> _Axes | None:
 
 
 def _rows(x: Tensor, axes: _Axes) -> Tensor:
-    x = x.movedim(axes.rows, -2)
+    if axes.rows != x.ndim - 2:
+        x = x.movedim(axes.rows, -2)
     return x if axes.missing < 0 else x.unsqueeze(axes.missing)
 
 
 def _table(t: Tensor, ndim: int, axes: _Axes) -> Tensor:
     """(M,R/2), or (B,M,R/2)."""
+    if t.ndim == 2 and axes.rows == ndim - 2:
+        return t
     t = t.reshape((1,) * (ndim - t.ndim) + tuple(t.shape)).movedim(axes.rows, -2)
     while t.ndim > 3:
         t = t.squeeze(1)

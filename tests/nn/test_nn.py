@@ -1,6 +1,7 @@
 """`fastattn.nn` against the same modules written out naively: outputs, weights and gradients."""
 
 import copy
+import io
 import math
 import re
 from pathlib import Path
@@ -375,6 +376,8 @@ def test_rotations_are_those_of_complex_numbers(interleaved):
     torch.testing.assert_close(rope(x[..., 4:, :], offset=4), rope(x)[..., 4:, :])
     positions = torch.randperm(N)
     torch.testing.assert_close(rope(x[..., positions, :], positions), rope(x)[..., positions, :])
+    one = torch.tensor([5])
+    torch.testing.assert_close(rope(x, one), rope(x, one.expand(N)))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -385,6 +388,33 @@ def test_rotated_scores_depend_on_differences_alone(interleaved):
     torch.testing.assert_close(near, far)
     assert torch.equal(rope(q)[..., 12:], q[..., 12:])
     torch.testing.assert_close(rope(q).norm(dim=-1), q.norm(dim=-1))
+
+
+@pytest.mark.parametrize("dims", [(), (3,)], ids=["rows", "heads"])
+def test_rotations_of_nested_tensors(dims):
+    offsets = torch.tensor([0, 3, 5])
+    x, positions = torch.randn(5, *dims, 8), torch.tensor([0, 4, 1, 7, 2])
+    given = [torch.nested.nested_tensor_from_jagged(t, offsets) for t in (x, positions)]
+    rope = nn.RotaryEmbedding(8)
+    got = rope(given[0], given[1].view(2, -1, *(1 for _ in dims)) if dims else given[1])
+    right = rope(x.movedim(0, -2), positions).movedim(-2, 0)
+    torch.testing.assert_close(got.values(), right)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's exporters emit warnings
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rotations_in_onnx(dynamo):
+    """An exporter knows torch's operators alone."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    rope, x, file = nn.RotaryEmbedding(8), torch.randn(2, 3, 4, 8), io.BytesIO()
+    model = torch.nn.Sequential(rope)  # without an input for the offset
+    torch.onnx.export(model, (x,), file, input_names=["x"], dynamo=dynamo)
+    model = onnx.load_from_string(file.getvalue())
+    got = ReferenceEvaluator(model).run(None, {"x": x.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(got), rope(x))
 
 
 def test_rotations_keep_the_dtype_and_their_precision():

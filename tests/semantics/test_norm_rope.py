@@ -192,12 +192,19 @@ def test_threads_change_no_bit(threads, layout):
         assert all(torch.equal(x, y) for x, y in zip(every[0], other))
 
 
-def test_results_lie_in_memory_as_their_inputs():
+@pytest.mark.parametrize("way", ["kernel", "negative", "no library"])
+def test_results_and_gradients_lie_in_memory_as_their_inputs(way, monkeypatch):
+    """Compiled programs rely on it: the operators say so."""
     given, options = call_of()
     given["q"] = laid_out(given["q"], "tokens")
-    q, k = fastattn.norm_rope(**given, **options)
-    assert q.stride() == given["q"].stride()
-    assert k.stride() == given["k"].stride()
+    if way == "negative":
+        given |= {x: torch._neg_view(given[x]) for x in "qk"}
+    if way == "no library":
+        monkeypatch.setattr(passes.libraries, "cpu_unavailable", lambda: "a test")
+    got, names = results_and_gradients(fastattn.norm_rope, given, options)
+    for name, x in zip(names, got):
+        like = given["k" if name in ("out1", "dk") else "q"]
+        assert "weight" in name or x.stride() == like.stride(), name
 
 
 @pytest.mark.parametrize("way", ["kernel", "negative", "forward mode"])
@@ -530,6 +537,29 @@ def test_without_the_library_torch_computes(monkeypatch):
         torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_result_without_a_gradient_does_not_require_one(leaf):
+    given, options = call_of(torch.float64, M=5, D=8)
+    x = given[leaf].requires_grad_()
+    got, right = (f(**given, **options) for f in (fastattn.norm_rope, reference.norm_rope))
+    assert [y.requires_grad for y in got] == [y.requires_grad for y in right]
+    assert [y.requires_grad for y in got] == [leaf[0] == "q", leaf[0] == "k"]
+    first, other = (
+        torch.autograd.grad(y.sin().sum() + z.sin().sum(), x, create_graph=True)[0]
+        for y, z in (got, right)
+    )
+    torch.testing.assert_close(first, other)
+    got, right = (torch.autograd.grad(y.cos().sum(), x) for y in (first, other))
+    torch.testing.assert_close(got, right)
+
+    def total(call, x):
+        return sum(y.sin().sum() for y in call(**given | {leaf: x}, **options))
+
+    for transform in (torch.func.grad, torch.func.hessian):
+        got = transform(lambda x: total(fastattn.norm_rope, x))(x)
+        torch.testing.assert_close(got, transform(lambda x: total(reference.norm_rope, x))(x))
+
+
 @pytest.mark.parametrize("axis", ["B", "H", "M"])
 def test_nothing_to_do(axis):
     given, options = call_of(**{axis: 0})
@@ -621,6 +651,25 @@ def test_errors(changed, text):
     given, options = call_of()
     with pytest.raises((ValueError, TypeError), match=text):
         fastattn.norm_rope(**given | options | changed)
+
+
+def test_tables_without_columns():
+    given, options = call_of(eps=0.1)
+    given |= {x: given[x][:, :0] for x in ("cos", "sin")}
+    with pytest.raises(ValueError, match=r"cos: got shape \(70, 0\), expected a column or more"):
+        fastattn.norm_rope(**given, **options)
+
+
+def test_out_of_inference_mode():
+    given, options = call_of()
+    right = fastattn.norm_rope(**given, **options)
+    with torch.inference_mode():
+        out = torch.zeros_like(right[0]), torch.zeros_like(right[1])
+        fastattn.norm_rope(**given, **options, out=out)
+        assert all(torch.equal(x, y) for x, y in zip(out, right))
+        out[0].zero_()
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        fastattn.norm_rope(**given, **options, out=out)
 
 
 def test_out_of_a_call_with_a_gradient():
