@@ -92,27 +92,43 @@ def parsed(written: dict[str, Any], architecture: int, source: str) -> Rule:
     """Raises KeyError, TypeError, ValueError or AttributeError for what is no rule."""
     least, most = written["head_dims"]
     passes, sizes = tuple(written["passes"]), tuple(map(tuple, written.get("sizes", ())))
-    if not all(name in SIZES and low <= high for name, low, high in sizes):
-        raise ValueError(f"sizes: got {sizes}")
+    evidence = tuple(written.get("evidence", ()))
+    dtypes = frozenset(getattr(torch, x) for x in written["dtypes"])
+    backend, instead_of, kernels = (written[x] for x in ("backend", "instead_of", "kernels"))
+    whole = [least, most, architecture, *(x for _, *bounds in sizes for x in bounds)]
+    for name, right in dict(
+        sizes=all(name in SIZES and low <= high for name, low, high in sizes),
+        head_dims=all(type(x) is int for x in whole) and least <= most,
+        passes=passes and set(passes) <= PASSES,
+        dtypes=all(isinstance(x, torch.dtype) for x in dtypes),
+        backend=backend in PREFERENCE and backend != instead_of,
+        instead_of=instead_of in PREFERENCE,
+        # The backend in CUDA C++ alone has several classes of kernels.
+        kernels=isinstance(kernels, str) and (not kernels or backend == "cuda"),
+        evidence=all(isinstance(x, str) for x in evidence),
+    ).items():
+        if not right:
+            raise ValueError(f"{name}: got {written.get(name)!r}")
     features = Feature.NONE
     for name in written["features"]:
         features |= Feature[name]
     return Rule(
         architecture,
         passes,
-        (int(least), int(most)),
+        (least, most),
         features,
-        frozenset(getattr(torch, x) for x in written["dtypes"]),
-        str(written["backend"]),
-        str(written["kernels"]),
-        str(written["instead_of"]),
-        tuple(written.get("evidence", ())),
+        dtypes,
+        backend,
+        kernels,
+        instead_of,
+        evidence,
         bool(written.get("all_features", False)),
         sizes,
         source,
     )
 
 
+PASSES = {"forward", "backward", "weights", "weights_backward"}
 SIZES = "M", "N", "heads"  # of all items
 
 

@@ -12,6 +12,7 @@ A shape is words: dtype, sizes, and causal or training, as in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -116,20 +117,32 @@ class Shape(NamedTuple):
         return lambda: torch.autograd.grad(call(), (q, k, v), dout)
 
 
-def of_model(name: str) -> list[Shape]:
+def of_model(name: str, say: Callable[[str], None] = print) -> list[Shape]:
     """The shapes of a model's attention. name: "module:function"; the function returns the model
-    and its inputs."""
+    and its inputs. Says which calls have what no shape has."""
     module, _, function = name.partition(":")
     if not function:
         raise ValueError(f"--model: got {name!r}, expected module:function")
-    model, *inputs = getattr(importlib.import_module(module), function)()
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--model: got {name!r}: {error}") from error
+    model, *inputs = make()
     found = []
     for measured in profile(model, *inputs).calls:
         call = measured.call
-        if len(call.q) == 4 and min(*call.q, *call.k) > 0:
-            (B, H, M, D), (_, Hk, N, _) = call.q, call.k
-            causal = "causal" in call.options.split(", ")
-            found.append(Shape(call.dtype, B, H, Hk, M, N, D, D, causal, call.backward))
+        what = f"a call with q {call.q}, k {call.k}"
+        if not (len(call.q) == len(call.k) == 4 and min(*call.q, *call.k) > 0):
+            say(f"{what} is skipped: a shape is of dense rows, (B,H,M,D)")
+            continue
+        (B, H, M, D), (_, Hk, N, _) = call.q, call.k
+        options = [x for x in call.options.split(", ") if x]
+        shape = Shape(call.dtype, B, H, Hk, M, N, D, D, "causal" in options, call.backward)
+        left = [x for x in options if x not in ("causal", "grouped heads")]
+        left += [f"a mask {call.mask}"] * bool(call.mask)
+        if left:
+            say(f"{what} is measured as {shape}, without {' and '.join(left)}")
+        found.append(shape)
     if not found:
         raise ValueError(f"--model: no call of attention was seen in {name}")
     return list(dict.fromkeys(found))
@@ -142,17 +155,33 @@ class Tuner:
         self.device, self.clock, self.end, self.say = device, clock, end, say
         self.races: list[Race] = []
 
+    def program(
+        self, shape: Shape, backend: str, make: Callable[..., Callable[[], Any]]
+    ) -> Callable[[], Any] | None:
+        """The call of a shape, which is made and run once; None if it cannot run."""
+        try:
+            made = make(shape, backend, self.device)
+            made()
+            return made
+        except Exception as error:  # too little memory, as well
+            self.say(f"{shape}: {backend} cannot run it: {type(error).__name__}: {_short(error)}")
+            return None
+
     def race(self, shape: Shape, what: str, programs: Programs) -> dict[Any, Ratio]:
         """The ratios of the programs that run; none after the end."""
         if time.monotonic() > self.end:
             return {}
         ratios, failed = race(programs, self.clock)
         shown = {_named(name): round(x.median, 3) for name, x in ratios.items()}
-        shown_failed = {_named(name): why.partition("\n")[0][:80] for name, why in failed.items()}
+        shown_failed = {_named(name): _short(why) for name, why in failed.items()}
         self.races.append(dict(shape=str(shape), what=what, ratios=shown, failed=shown_failed))
         times = ", ".join(f"{name} {x:.2f}" for name, x in shown.items())
         self.say(f"  {what}: {times or 'nothing runs'}")
         return ratios
+
+
+def _short(why: object) -> str:
+    return str(why).partition("\n")[0][:80]
 
 
 def _named(name: Any) -> str:
@@ -165,10 +194,16 @@ def _named(name: Any) -> str:
 
 
 def tune_cpu(tuner: Tuner, shapes: Iterable[Shape]) -> dict[str, Any]:
-    """The choices of `libraries.Measured` that are no defaults."""
-    before, threads = libraries.cpu_selected(), torch.get_num_threads()
-    programs = {shape: shape.program("cpu", tuner.device) for shape in shapes}
-    isas = [x for x in libraries.cpu_isas() if x != "amx_model"]
+    """The choices of `libraries.Measured` that were raced, from the library's own defaults."""
+    with libraries.by_default():
+        return _tune_cpu(tuner, shapes)
+
+
+def _tune_cpu(tuner: Tuner, shapes: Iterable[Shape]) -> dict[str, Any]:
+    before, threads = libraries.cpu_defaults(), torch.get_num_threads()
+    made = {shape: tuner.program(shape, "cpu", Shape.program) for shape in shapes}
+    programs = {shape: x for shape, x in made.items() if x}
+    isas = [x for x in libraries.cpu_isas() if x != libraries.MODEL]
 
     def on(isa: str, decoding: str, program: Callable[[], Any]) -> Any:
         libraries.select_cpu_isa(isa, decoding)
@@ -179,16 +214,17 @@ def tune_cpu(tuner: Tuner, shapes: Iterable[Shape]) -> dict[str, Any]:
         return program()
 
     def best(what: str, some: Iterable[Shape], names: list[Any], wrapped: Callable) -> Any:
-        """Of all shapes together, by the product of their ratios."""
-        means = dict.fromkeys(names, Ratio(1.0, 1.0))
+        """Of all shapes together, by the product of their ratios; None if nothing was raced."""
+        raced, means = False, dict.fromkeys(names, Ratio(1.0, 1.0))
         for shape in some:
             made = {x: functools.partial(wrapped, x, programs[shape]) for x in names}
             tuner.say(f"{shape}")
             ratios = tuner.race(shape, what, made)
+            raced |= len(ratios) > 1
             for name in names if ratios else ():
                 ratio = ratios.get(name, Ratio(math.inf, math.inf))
                 means[name] = Ratio(*(x * y for x, y in zip(means[name], ratio)))
-        return winner(means)
+        return winner(means) if raced else None
 
     few = [x for x in programs if x.M <= FEW_ROWS]
     many = [x for x in programs if x.M > FEW_ROWS]
@@ -203,18 +239,16 @@ def tune_cpu(tuner: Tuner, shapes: Iterable[Shape]) -> dict[str, Any]:
             "instruction set of few rows",
             few,
             [before[1], *(x for x in isas if x != before[1])],
-            lambda x, program: on(isa, x, program),
+            lambda x, program: on(isa or before[0], x, program),
         )
-        libraries.select_cpu_isa(isa, decoding)
+        libraries.select_cpu_isa(isa or before[0], decoding or before[1])
         halves = itertools.takewhile(bool, (threads >> n for n in range(3)))
         most = best("threads", programs, list(halves), with_threads)
     finally:
-        libraries.select_cpu_isa(*before)
         torch.set_num_threads(threads)
-    chosen: dict[str, Any] = {}
-    if (isa, decoding) != before:
-        chosen |= dict(isa=isa, decoding=decoding)
-    return chosen | (dict(threads=most) if most != threads else {})
+    chosen = dict(isa=isa, decoding=decoding, threads=most)
+    found: dict[str, Any] = {name: x for name, x in chosen.items() if x is not None}
+    return found | dict(threads=None) if most == threads else found  # as many as torch has
 
 
 # ------------------------------------------------------------------------------------------ GPUs
@@ -225,7 +259,7 @@ def tune_gpu(
     shapes: Iterable[Shape],
     program: Callable[[Shape, str, torch.device], Callable[[], Any]] = Shape.program,
 ) -> tuple[list[Rule], dict[autotune.Key, autotune.Choice]]:
-    """The rules and the tiles that are no defaults."""
+    """The rules that are no defaults, and the tiles and splits that were raced."""
     made: list[Rule] = []
     tiles: dict[autotune.Key, autotune.Choice] = {}
     for shape in shapes:
@@ -233,18 +267,17 @@ def tune_gpu(
         spec = shape.spec(tuner.device)
         order = [x for x in base.ordered(spec, tuner.device) if x != "reference"]
         able = [x for x in order if not base.why_not(x, spec, tuner.device)]
-        programs = {name: program(shape, name, tuner.device) for name in able}
-        if "triton" in programs:
 
-            def chosen(key: autotune.Key, launches: dict, shape: Shape = shape) -> Any:
-                ratios = tuner.race(shape, f"triton, {key.which}", launches)
-                return winner(ratios) if ratios else next(iter(launches))
+        def chosen(key: autotune.Key, launches: dict, shape: Shape = shape) -> Any:
+            ratios = tuner.race(shape, f"triton, {key.which}", launches)
+            return winner(ratios) if ratios else None
 
-            with autotune.searching(chosen, tiles):
-                programs["triton"]()
-        ratios = tuner.race(shape, "backends", programs) if len(programs) > 1 else {}
-        if ratios and (best := winner(ratios)) != able[0]:
-            made.append(rule_of(spec, tuner.device, best, able[0]))
+        with autotune.searching(chosen, tiles):  # Triton's tiles are found before backends race
+            each = {name: tuner.program(shape, name, program) for name in able}
+            programs = {name: x for name, x in each.items() if x}
+            ratios = tuner.race(shape, "backends", programs) if len(programs) > 1 else {}
+        if ratios and (best := winner(ratios)) != (first := next(iter(ratios))):
+            made.append(rule_of(spec, tuner.device, best, first))
     return made, tiles
 
 
@@ -273,8 +306,12 @@ def rule_of(spec: AttentionSpec, device: torch.device, backend: str, instead_of:
 
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The choices of a file with newer ones: those of the same call, or of the CPU, replace."""
+    """The choices of a file with newer ones: those of the same call, or name of the CPU, replace.
+    Raises what operations on another form raise."""
     both = old | new
+    if "cpu" in old and "cpu" in new:
+        libraries.Measured.parse(old["cpu"])
+        both["cpu"] = old["cpu"] | new["cpu"]
     for name, same in (("rules", _calls_of), ("tiles", lambda x: x[0])):
         if name in old and name in new:
             fresh = [same(x) for x in new[name]]
@@ -284,6 +321,13 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _calls_of(rule: dict[str, Any]) -> dict[str, Any]:
     return {x: y for x, y in rule.items() if x not in ("backend", "instead_of", "kernels")}
+
+
+def _both_sets(cpu: dict[str, Any]) -> dict[str, Any]:
+    """Choices of a CPU: a file has both instruction sets or none."""
+    if not cpu.keys() & {"isa", "decoding"}:
+        return cpu
+    return dict(zip(("isa", "decoding"), libraries.cpu_defaults())) | cpu
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -298,19 +342,20 @@ def command(options: argparse.Namespace, say: Say = print) -> int:
     """Status 0 if the choices are kept, else 1.
 
     Raises:
-        ValueError: A shape or a model is none, or there is no such device.
+        ValueError: A shape or a model is none, there is no such device, or it cannot be used.
     """
     if options.forget:
-        for path in files.all_of_user():
-            path.unlink(missing_ok=True)
-            say(f"deleted {path}")
-        return 0
+        return forget(say)
+    if math.isnan(options.minutes):
+        raise ValueError("--minutes: got nan, expected a number")
     name = options.device or ("cpu" if gpu.unavailable() else "cuda")
     if name == "cuda" and (why := gpu.unavailable()):
         raise ValueError(f"--device: got cuda, and {why}")
+    if name == "cpu" and (why := libraries.cpu_unavailable()):
+        raise ValueError(f"--device: got cpu, and {why}")
     device = torch.device("cpu") if name == "cpu" else torch.device("cuda", 0)
     shapes = [*map(Shape.parse, options.shape or ())]
-    shapes += of_model(options.model) if options.model else []
+    shapes += of_model(options.model, say) if options.model else []
     shapes = shapes or [*map(Shape.parse, SHAPES[name])]
     identity, path = files.identity(device), files.path_of(device)
     end = time.monotonic() + 60 * options.minutes
@@ -318,13 +363,35 @@ def command(options: argparse.Namespace, say: Say = print) -> int:
     tuner = Tuner(device, CLOCKS[name](), end, say)
     new: dict[str, Any]
     if name == "cpu":
-        new = dict(cpu=tune_cpu(tuner, shapes))
+        chosen = tune_cpu(tuner, shapes)
+        new = dict(cpu=chosen) if chosen else {}
     else:
         rules, tiles = tune_gpu(tuner, shapes)
         new = dict(rules=[x.written() for x in rules], tiles=autotune.written(tiles))
     if time.monotonic() > end:
         say("the time is over: not every race was run")
+    if not any(len(x["ratios"]) > 1 for x in tuner.races):
+        say("nothing was raced: nothing is written")
+        return 1
     return keep(path, identity, new | dict(races=tuner.races), say)
+
+
+def forget(say: Say) -> int:
+    """Delete the files of tune. Status 1 if one stays."""
+    try:
+        found = files.all_of_user()
+    except OSError as error:
+        say(f"the folder cannot be read: {error}")
+        return 1
+    status = 0
+    for path in found:
+        try:
+            path.unlink(missing_ok=True)
+            say(f"deleted {path}")
+        except OSError as error:
+            say(f"{path} cannot be deleted: {error}")
+            status = 1
+    return status
 
 
 def keep(path: Any, identity: files.Identity, new: dict[str, Any], say: Say) -> int:
@@ -333,11 +400,16 @@ def keep(path: Any, identity: files.Identity, new: dict[str, Any], say: Say) -> 
     try:
         before = files.read(path)
         if not files.differs(before.identity, identity):
-            new = joined(before.choices, new)
+            with contextlib.suppress(TypeError, IndexError, KeyError, AttributeError):
+                new = joined(before.choices, new)
     except (OSError, ValueError):
         pass  # none, or a damaged one
+    if cpu := new.get("cpu"):
+        new = new | dict(cpu=_both_sets(cpu))
     content = files.text(identity, new)
     try:
+        if not files.folder():
+            raise OSError("the user has no home")
         files.write(path, content)
     except OSError as error:
         say(f"{path} cannot be written ({error}); FASTATTN_CACHE_DIR names another folder:")

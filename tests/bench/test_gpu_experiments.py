@@ -1,6 +1,7 @@
 """`python -m bench.gpu_experiments`: a rehearsal, and decisions that follow their numbers."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -31,11 +32,27 @@ def test_a_decision_follows_its_number(name, monkeypatch):
     decisions = {}
     for better in (0.01, 1000.0):
         over = dict.fromkeys((CUDA, TURNS, "equal", "share of the rest"), better)
-        found = cells | (over if name != "time to submit" else {"cudnn": better})
+        found = cells | over
         monkeypatch.setattr(gpu_experiments, "programs", lambda *given: {})
         monkeypatch.setitem(MEASURES, x.kind, lambda *given, found=found: found)
         decisions[better] = settled(x, gpu_experiments.rehearsed())["decision"]
     assert decisions == {0.01: x.no, 1000.0: x.yes}
+
+
+@pytest.mark.parametrize("slow", [CUDA, "cudnn"])
+def test_the_way_that_takes_longer_to_submit_decides(slow, monkeypatch):
+    """By the measure itself, in calls per microsecond."""
+    x = NAMED["time to submit"]
+    made = {name: lambda name=name: time.sleep(1e-4 * (name == slow)) for name in x.ways}
+    monkeypatch.setattr(gpu_experiments, "programs", lambda *given: made)
+    decision = settled(x, gpu_experiments.rehearsed())["decision"]
+    assert decision == (x.no if slow == CUDA else x.yes)
+
+
+def test_a_name_of_no_experiment_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--only: got \['nosuch'\], expected some of \['order"):
+        gpu_experiments.main(["--rehearse", "--only", "nosuch", "--output", str(tmp_path)])
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_way_to_another_result_is_not_timed():

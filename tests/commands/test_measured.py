@@ -16,6 +16,7 @@ from fastattn.backends.measured import files
 from fastattn.backends.native import libraries
 from fastattn.backends.preference import Rule, parsed
 from fastattn.call.spec import Feature
+from fastattn.commands import tune
 from tests.support.backends import INTERPRETED
 from tests.support.fresh_python import python
 
@@ -113,6 +114,8 @@ DAMAGE = {
     "null": lambda text: b"null",
     "no text": lambda text: b"\xff\xfe\x00",
     "another format": lambda text: text.replace(b'"format": 1', b'"format": 2'),
+    "a format that is true": lambda text: text.replace(b'"format": 1', b'"format": true'),
+    "deeply nested": lambda text: b"[" * 200000,
     "no choices": lambda text: text.replace(b'"choices"', b'"others"'),
 }
 
@@ -132,7 +135,12 @@ def test_choices_of_another_form_are_ignored_with_a_word(cache):
 
 
 @pytest.mark.parametrize(
-    "choices", [dict(threads=0), dict(threads=True), dict(isa="avx2"), dict(cores=3), []]
+    "choices",
+    [
+        *(dict(threads=0), dict(threads=True), dict(isa="avx2"), dict(cores=3), []),
+        *(dict(isa="", decoding=""), dict(isa="amx_model", decoding="avx2")),
+    ],
+    ids=str,
 )
 def test_what_is_no_choice_of_a_cpu_is_refused(choices):
     with pytest.raises((TypeError, ValueError)):
@@ -148,6 +156,7 @@ VARIABLES = ("FASTATTN_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA")
         ("linux", dict(FASTATTN_CACHE_DIR="/a", XDG_CACHE_HOME="/b"), "/a"),
         ("linux", dict(XDG_CACHE_HOME="/b"), "/b/fastattn"),
         ("linux", dict(HOME="/c"), "/c/.cache/fastattn"),
+        ("linux", dict(HOME="/c", FASTATTN_CACHE_DIR="~/a"), "/c/a"),
         ("darwin", dict(HOME="/c"), "/c/Library/Caches/fastattn"),
         ("win32", dict(LOCALAPPDATA="/d"), "/d/fastattn"),
     ],
@@ -159,6 +168,23 @@ def test_files_lie_in_the_cache_folder_of_the_system(system, variables, folder, 
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "platform", system)
     assert files.folder() == folder
+
+
+def test_without_a_home_there_is_no_file(monkeypatch, tmp_path):
+    """Not one in a folder named ~ of the working directory."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    forget()
+    for variable in ("", "~/x"):
+        monkeypatch.setenv("FASTATTN_CACHE_DIR", variable)
+        assert files.folder() == "" and files.here(CPU) is None
+        assert libraries._num_threads() is torch.get_num_threads
+        said = []
+        assert tune.keep(files.path_of(CPU), {}, {}, said.append) == 1
+        assert "the user has no home" in said[0]
+    assert not [*tmp_path.iterdir()]
 
 
 # ----------------------------------------------------------------------------------- writing them
@@ -242,7 +268,13 @@ def test_rules_of_this_machine_come_last(cache, monkeypatch):
 def test_damaged_rules_leave_the_committed_ones(cache, monkeypatch):
     whole = dict(IDENTITY, architecture=90)
     monkeypatch.setattr(files, "identity", lambda device: whole)
-    for damage in ({"passes": 3}, {"dtypes": ["float3"]}, {"features": ["COLOUR"]}, {"sizes": [1]}):
+    for damage in (
+        *({"passes": 3}, {"passes": "forward"}, {"passes": []}, {"sizes": [1]}),
+        *({"dtypes": ["float3"]}, {"dtypes": ["nn"]}, {"features": ["COLOUR"]}),
+        *({"backend": "cuda"}, {"backend": "foo"}, {"instead_of": 3}, {"evidence": [1]}),
+        *({"kernels": None}, {"kernels": "sm_90"}),
+        *({"sizes": [["M", "a", "b"]]}, {"sizes": [["M", 1, True]]}, {"head_dims": [64, 1e999]}),
+    ):
         path = written({"rules": [RULE.written() | damage]}, GPU)
         files.write(path, files.text(whole, files.read(path).choices))
         forget()
@@ -285,6 +317,48 @@ def test_an_instruction_set_that_is_not_here_is_ignored_with_a_word(cache):
     with pytest.warns(UserWarning, match=r"it chooses mmx and mmx, and this build has .*generic"):
         libraries._select_measured(libraries.cpu())
     assert libraries.cpu_selected() == before and libraries.cpu_measured() == ""
+
+
+@pytest.mark.skipif(INTERPRETED, reason="about the native library")
+@pytest.mark.parametrize("isa", ["mmx", "\udc80"], ids=["unknown", "a lone surrogate"])
+def test_a_file_that_is_ignored_bounds_no_threads(isa, cache, threads):
+    threads(2)
+    written({"cpu": dict(isa=isa, decoding=isa, threads=1)})
+    with pytest.warns(UserWarning, match="and this build has "):
+        assert libraries._num_threads()() == 2
+    assert libraries.measured() == libraries.Measured()
+
+
+def test_a_folder_that_cannot_be_listed_breaks_no_import(cache, threads, monkeypatch):
+    """The first call reads the file, and warns if it cannot."""
+
+    def denied(path):
+        raise PermissionError("denied")
+
+    threads(2)
+    path = written({"cpu": dict(threads=1)})
+    monkeypatch.setattr(os, "listdir", denied)
+    count = libraries._num_threads()
+    assert count() == 1  # the file itself can be read
+    monkeypatch.setattr(files, "read", denied)
+    forget()
+    with pytest.warns(UserWarning, match=f"{path} is ignored: it is damaged .denied"):
+        assert count() == 2
+
+
+def test_the_identity_of_a_cpu_has_its_extensions(monkeypatch):
+    """Two machines of one name: a virtual one hides some."""
+    info = "model name\t: A chip\nflags\t\t: fpu {}avx512f avx2 sse amx_tile\n"
+    found = []
+    for hidden in ("", "avx512_bf16 "):
+        monkeypatch.setattr(files, "_text", lambda path, hidden=hidden: info.format(hidden))
+        files.cpu_flags.cache_clear()
+        found.append(files.identity(CPU))
+    files.cpu_flags.cache_clear()
+    assert found[0]["flags"] == "amx_tile avx2 avx512f"
+    assert "flags amx_tile avx2 avx512f, and here is amx_tile avx2 avx512_bf16 " in files.differs(
+        *found
+    )
 
 
 def test_without_a_file_threads_are_torchs():

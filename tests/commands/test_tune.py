@@ -3,6 +3,7 @@ what becomes of the file."""
 
 import argparse
 import json
+import os
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ from fastattn.commands.race import Ratio, winner
 from fastattn.commands.tune import Shape
 from tests.support import launch_stub
 from tests.support.backends import INTERPRETED
+from tests.support.fresh_python import python
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
 SMALL = ("float32 B1 H1 M20 N20 D8 training", "bfloat16 B1 H2 Hk1 M1 N40 D8 causal")
 CPU = torch.device("cpu")
+DEFAULTS = {} if INTERPRETED else dict(zip(("isa", "decoding"), libraries.cpu_defaults()))
 
 
 class Clock:
@@ -64,10 +67,11 @@ def equal(name):
 # ------------------------------------------------------------------------------------- the CPU
 
 
-def test_where_all_are_equal_nothing_is_chosen(tuned):
+def test_where_all_are_equal_the_defaults_are_chosen(tuned, threads):
+    threads(2)
     before = libraries.cpu_units(), torch.get_num_threads()
     status, choices, text = tuned(equal)
-    assert status == 0 and choices["cpu"] == {}
+    assert status == 0 and choices["cpu"] == DEFAULTS | dict(threads=None)
     assert "instruction set: " in text and "generic 1.00" in text and "threads: " in text
     assert (libraries.cpu_units(), torch.get_num_threads()) == before
     assert [x["what"] for x in choices["races"]] == [
@@ -143,10 +147,70 @@ def test_the_host_clock_takes_the_fastest_call_after_the_first(monkeypatch):
     assert len(calls) == 4
 
 
-def test_after_the_time_nothing_is_raced(tuned):
-    status, choices, text = tuned({"generic": 0.1}, "--minutes", "0")
-    assert status == 0 and choices["cpu"] == {} and choices["races"] == []
-    assert "the time is over" in text
+TOO_LARGE = "float32 B64 H64 M1000000 N8 D64"
+
+
+@pytest.mark.parametrize(
+    "arguments, shapes", [(["--minutes", "0"], SMALL), ([], (TOO_LARGE,))], ids=["time", "memory"]
+)
+def test_where_nothing_is_raced_the_file_stays(arguments, shapes, tuned):
+    assert tuned({"generic": 0.5}, *arguments, shapes=shapes)[:2] == (1, None)
+    tuned({"generic": 0.5})
+    before = files.path_of(CPU).read_text()
+    status, _, text = tuned({"generic": 0.1}, *arguments, shapes=shapes)
+    assert status == 1 and files.path_of(CPU).read_text() == before
+    assert "nothing was raced: nothing is written" in text
+    assert ("the time is over" if arguments else "cpu cannot run it: ") in text
+
+
+TWICE = """
+import torch
+from fastattn import __main__
+from fastattn.backends.measured import files
+from fastattn.backends.native import libraries
+from fastattn.commands import tune
+torch.set_num_threads(2)
+seconds = {"generic": 0.5, 1: 0.6}
+seen = set()
+def clock(name, program):
+    program()
+    seen.add(libraries.get_num_threads())
+    return seconds.get(name, 1.0)
+tune.CLOCKS["cpu"] = lambda: clock
+shapes = ["--shape", "float32 H1 M20 N20 D8", "--shape", "float32 H1 M1 N40 D8"]
+before = libraries.cpu_selected(), libraries.get_num_threads()
+assert __main__.main(["tune", "--device", "cpu", *shapes]) == 0
+assert before == (libraries.cpu_selected(), libraries.get_num_threads())
+found = files.read(files.path_of(torch.device("cpu"))).choices
+first = [next(iter(x["ratios"])) for x in found["races"]]
+print("found", libraries.cpu_selected()[0], found["cpu"], first, seen, sep="|")
+"""
+
+
+def test_a_second_run_chooses_what_the_first_did(tmp_path):
+    """In new processes, which take the file's choices, or FASTATTN_CPU_ISA's, and race all again
+    from the defaults."""
+    where = dict(FASTATTN_CACHE_DIR=str(tmp_path))
+    runs = [
+        python("-c", TWICE, **where, **more).stdout.splitlines()[-1].split("|")
+        for more in ({}, {}, dict(FASTATTN_CPU_ISA="generic"))
+    ]
+    assert [x[1] for x in runs[1:]] == ["generic"] * 2
+    assert all(x[2:] == runs[0][2:] for x in runs)
+    chosen = dict(isa="generic", decoding="generic", threads=1)
+    assert runs[0][2] == str(chosen) and runs[0][4] == "{1, 2}"
+
+
+def test_a_run_of_few_rows_keeps_what_was_chosen_for_many(tuned, threads):
+    threads(2)
+    tuned({"generic": 0.5, 1: 0.5})
+    assert tuned(equal, shapes=SMALL[1:])[1]["cpu"] == DEFAULTS | dict(isa="generic", threads=None)
+
+
+def test_a_run_of_few_rows_alone_writes_both_sets(tuned, threads):
+    threads(1)
+    found = tuned({"generic": 0.5}, shapes=SMALL[1:])[1]["cpu"]
+    assert found == DEFAULTS | dict(decoding="generic")
 
 
 # ------------------------------------------------------------------------------------- the file
@@ -176,11 +240,53 @@ def test_forget_deletes_the_files(tuned, tmp_path, capsys):
     assert __main__.main(["tune", "--forget"]) == 0
 
 
+def test_forget_deletes_no_file_of_others(tuned, tmp_path, capsys):
+    """Only what is a file of choices, or has the name of one of this chip's."""
+    tuned(equal)
+    path, folder = files.path_of(CPU), tmp_path / "cache"
+    other_chip, foreign = folder / "cpu-another.json", folder / "cpu-usage.json"
+    other_chip.write_text(path.read_text())
+    foreign.write_text('{"usage": 3}')
+    path.write_text("{")
+    assert __main__.main(["tune", "--forget"]) == 0
+    assert [*folder.iterdir()] == [foreign]
+    path.mkdir()
+    capsys.readouterr()
+    assert __main__.main(["tune", "--forget"]) == 1
+    assert f"{path} cannot be deleted: " in capsys.readouterr().out
+
+
+def test_forget_says_that_a_folder_cannot_be_read(tuned, tmp_path, monkeypatch, capsys):
+    tuned(equal)
+
+    def denied(path):
+        raise PermissionError(f"denied: {path}")
+
+    capsys.readouterr()
+    monkeypatch.setattr(os, "listdir", denied)
+    assert __main__.main(["tune", "--forget"]) == 1
+    assert "the folder cannot be read: denied" in capsys.readouterr().out
+
+
 def test_a_later_run_replaces_the_choices_and_a_damaged_file(tuned):
     assert tuned({"generic": 0.5})[1]["cpu"]["isa"] == "generic"
-    assert tuned(equal)[1]["cpu"] == {}
+    assert tuned(equal)[1]["cpu"].items() >= DEFAULTS.items()
     files.path_of(CPU).write_text("{")
     assert tuned(equal)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "old",
+    [dict(cpu=5), dict(rules=None), dict(rules=[1]), dict(tiles=5), dict(tiles=[[]])],
+    ids=str,
+)
+def test_choices_of_another_form_are_replaced(old, tmp_path):
+    path = tmp_path / "cpu-x.json"
+    rule = dict(backend="cuda", instead_of="triton", kernels="", head_dims=[64, 64])
+    new = dict(rules=[rule], tiles=[[{"M": 1}, 2]], cpu=DEFAULTS)
+    files.write(path, files.text(dict(chip="x"), old))
+    assert tune.keep(path, dict(chip="x"), new, lambda text: None) == 0
+    assert files.read(path).choices == new
 
 
 def test_rules_and_tiles_of_other_calls_are_kept():
@@ -212,6 +318,12 @@ def test_a_shape_is_read_as_it_is_printed():
         (["--shape", "float32 H4 M1 N9 D16 X3"], "got 'X3' in "),
         (["--shape", "float32 H4 M1 N9"], "without D"),
         (["--model", "torch"], "got 'torch', expected module:function"),
+        (
+            ["--model", "nosuch_module:make"],
+            "got 'nosuch_module:make': No module named '",
+        ),
+        (["--model", "json:nosuch"], "got 'json:nosuch': module 'json' has no attribute 'nosuch'"),
+        (["--minutes", "nan"], "--minutes: got nan, expected a number"),
         (["--device", "cuda"], "--device: got cuda, and torch sees no CUDA GPU"),
     ],
 )
@@ -232,7 +344,34 @@ def test_shapes_of_a_model(monkeypatch, threads):
     threads(1)
     monkeypatch.setattr(profiling, "SECONDS", 0.02)
     monkeypatch.setattr(tune.importlib, "import_module", lambda name: argparse.Namespace(f=a_model))
-    assert tune.of_model("models:f") == [Shape("float32", 2, 4, 4, 9, 9, 8, 8, training=True)]
+    said = []
+    expected = [Shape("float32", 2, 4, 4, 9, 9, 8, 8, training=True)]
+    assert tune.of_model("models:f", said.append) == expected
+    (line,) = said
+    assert line.endswith(f"is measured as {expected[0]}, without dropout 0.1")
+
+
+class Masked(torch.nn.Module):
+    """A call with a mask and a scale, and one of packed rows."""
+
+    def forward(self, q):
+        mask = torch.rand(2, 1, 9, 9) > 0.5
+        out = torch.nn.functional.scaled_dot_product_attention(q, q, q, mask, scale=0.3)
+        return out + torch.nn.functional.scaled_dot_product_attention(q[0], q[0], q[0])
+
+
+def test_what_no_shape_has_is_said(monkeypatch, threads):
+    from fastattn.inspection import profiling
+
+    threads(1)
+    monkeypatch.setattr(profiling, "SECONDS", 0.02)
+    make = argparse.Namespace(f=lambda: (Masked(), torch.randn(2, 4, 9, 8)))
+    monkeypatch.setattr(tune.importlib, "import_module", lambda name: make)
+    said = []
+    (shape,) = tune.of_model("models:f", said.append)
+    simple = f"is measured as {shape}, without a scale and a mask (2, 1, 9, 9) bool, dense"
+    skipped = "a call with q (4, 9, 8), k (4, 9, 8) is skipped: a shape is of dense rows, (B,H,M,D)"
+    assert sorted(said) == sorted([f"a call with q (2, 4, 9, 8), k (2, 4, 9, 8) {simple}", skipped])
 
 
 # --------------------------------------------------------------------------- a GPU, by the stub
@@ -335,3 +474,57 @@ def test_a_stored_tile_is_launched(stub, monkeypatch):
     for _ in range(2):
         program(shape, "triton", CPU)()
     assert launched == [x[2:] for x in (chosen[0], tile, tile)] and tile == chosen[1]
+
+
+def test_backends_race_with_the_tiles_that_were_found(stub):
+    ran, launched = {}, []
+    stub.launched = lambda made, *given: launched.append((made.num_warps, made.num_stages))
+
+    class Spied(Clock):
+        def __call__(self, name, program):
+            launched.clear()
+            program()
+            ran.setdefault(name, []).append(list(launched))
+            return self.seconds(name)
+
+    default = []
+
+    def seconds(name):
+        if not isinstance(name, Config):
+            return 1.0
+        default.append(name)
+        return 1.0 if name == default[0] else 0.5
+
+    tuner = tune.Tuner(CPU, Spied(seconds), float("inf"), lambda text: None)
+    _, tiles = tune.tune_gpu(tuner, [TRAINED._replace(training=False)], program)
+    (tile,) = tiles.values()
+    assert tile != default[0] and {str(x) for x in ran["triton"]} == {str([tile[2:]])}
+
+
+def test_after_the_time_no_tile_is_kept(stub):
+    tuner = tune.Tuner(CPU, Clock(equal), 0.0, lambda text: None)
+    assert tune.tune_gpu(tuner, [TRAINED], program) == ([], {}) and tuner.races == []
+
+
+def test_a_tile_of_a_file_is_raced_again(stub, monkeypatch):
+    """Where a call before the search has kept the file's tile."""
+    default = []
+
+    def seconds(name):
+        if isinstance(name, Config):
+            default.append(name)
+        return 1.0
+
+    shape = TRAINED._replace(training=False)
+    _, first, _ = raced(seconds, shape)
+    (key,) = first
+    monkeypatch.setattr(autotune, "stored", lambda device: {key: default[1]})
+    spec, t = shape.spec(CPU), Tensors(*shape.tensors(CPU))
+
+    def called_before(shape, backend, device):
+        return (lambda: Triton().forward(spec, t)) if backend == "triton" else (lambda: None)
+
+    Triton().forward(spec, t)  # keeps the file's tile
+    tuner = tune.Tuner(CPU, Clock(equal), float("inf"), lambda text: None)
+    _, tiles = tune.tune_gpu(tuner, [shape], called_before)
+    assert tiles == {key: default[0]}

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fastattn.backends.triton import job, runtime, tile_configs
+from fastattn.backends.triton import autotune, job, runtime, tile_configs
 from tests.support import launch_stub
 from tests.triton.test_triton_launch import described, forward, train
 
@@ -138,3 +138,67 @@ def test_what_is_compiled_is_what_runs(monkeypatch):
     kernel = job.kernels().forward.forward_kernel
     (kept,) = kernel.device_caches[stub.device][0].values()
     assert kept.metadata.shared == 0
+
+
+def test_a_search_takes_no_smaller_tile_for_a_candidate(chip, monkeypatch):
+    """What the driver would refuse raises, as for a chip of the table; the found tile fits."""
+    chip(48 * KB)
+    s, t = described(**BY_KEYS)
+    default = tile_configs.config("forward", 89, 2, 64, ("narrow",))
+    small = tile_configs.smallest("forward", default)
+    monkeypatch.setattr(tile_configs, "candidates", lambda which, tile: [small])
+    raised = {}
+
+    def chosen(key, launches):
+        for tile, launch in launches.items():
+            try:
+                launch()
+                raised[tile] = ""
+            except RuntimeError as error:
+                raised[tile] = str(error)
+        return small
+
+    found = {}
+    for _ in range(2):  # in the second call a smaller tile is kept for the default
+        found.clear()
+        with autotune.searching(chosen, found):
+            forward(s, t)
+        assert [*found.values()] == [small]
+        assert "got a GPU with 49152 bytes" in raised[default] and not raised[small]
+        forward(s, t)
+
+
+MASKED = dict(D=64, M=1024, N=2048, H=32)
+
+
+def masked():
+    return described(**MASKED, tensors=dict(mask=torch.zeros(1, 1, 1024, 2048, dtype=torch.bool)))
+
+
+def test_a_second_call_reads_a_mask_for_its_last_tile_alone(chip, monkeypatch):
+    launched = chip(24 * KB)
+    monkeypatch.setattr(job, "fits", fits_but_for_masks)
+    s, t = masked()
+    forward(s, t)
+    asked, block_mask = [], job.Job.block_mask
+
+    def spied(self, side, c):
+        asked.append((c.BM, c.BN))
+        return block_mask(self, side, c)
+
+    monkeypatch.setattr(job.Job, "block_mask", spied)
+    (T,) = (T for name, T, *_ in launched if name == "forward_kernel")
+    forward(s, t)
+    assert asked == [(T.BM, T.BN)]
+
+
+def test_the_kernel_that_reads_a_mask_takes_no_smaller_tile(chip):
+    """Its lists are of the tiles of the pass."""
+    chip(24 * KB)
+    s, t = masked()
+    with pytest.raises(RuntimeError, match="block_mask_kernel: got a GPU with 24576 bytes"):
+        forward(s, t)
+
+
+def fits_but_for_masks(room, kernel, grid, *args, T, num_stages, **options):
+    return "mask_kernel" in kernel.__name__ or needed(T, num_stages) <= room

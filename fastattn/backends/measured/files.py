@@ -8,7 +8,8 @@ A file is JSON with the identity of what was measured, and choices by name:
 
 Those in this folder are named by the architecture. A user's is named by the chip, and lies in
 FASTATTN_CACHE_DIR, else in the cache folder of the system. It counts if every line of its identity
-is as here. A folder that is not there costs one look at the file system.
+is as here. A folder that is not there costs one look at the file system. Without a home there is no
+folder, and no file.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ...version import FALLBACK
 FORMAT = 1
 COMMITTED = Path(__file__).parent
 AGAIN = "`python -m fastattn tune` measures again, `python -m fastattn tune --forget` deletes it"
+VECTORS = re.compile("avx|amx|fma|f16c|asimd|sve|sme|bf16|i8mm")
 Identity = dict[str, Any]
 Parsed = TypeVar("Parsed")
 
@@ -47,15 +49,17 @@ class Measured(NamedTuple):
 
 
 def folder() -> str:
-    """The folder of a user's files."""
-    if chosen := os.environ.get("FASTATTN_CACHE_DIR"):
-        return chosen
+    """The folder of a user's files; "" if it would be in a home, and the user has none."""
     home = os.path.expanduser("~")
     system = {
         "win32": os.environ.get("LOCALAPPDATA") or os.path.join(home, "AppData", "Local"),
         "darwin": os.path.join(home, "Library", "Caches"),
     }.get(sys.platform, os.path.join(home, ".cache"))
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or system, "fastattn")
+    found = os.environ.get("FASTATTN_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or system, "fastattn"
+    )
+    found = os.path.expanduser(found)
+    return "" if found.startswith("~") else found
 
 
 def library_version() -> str:
@@ -70,6 +74,14 @@ def cpu_name() -> str:
     """The processor's name, as its maker writes it where the system says."""
     found = re.search(r"^model name\s*: (.+)$", _text("/proc/cpuinfo"), re.M)
     return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+@functools.cache
+def cpu_flags() -> str:
+    """The processor's extensions for vectors and matrices, which may differ behind one name: a
+    virtual machine hides some."""
+    found = re.search(r"^(?:flags|Features)\s*: (.+)$", _text("/proc/cpuinfo"), re.M)
+    return " ".join(sorted(x for x in found[1].split() if VECTORS.match(x))) if found else ""
 
 
 def driver_version() -> str:
@@ -89,7 +101,9 @@ def _text(path: str) -> str:
 def identity(device: torch.device) -> Identity:
     """What a measurement on a device depends on, beside the call."""
     if device.type == "cpu":
-        return dict(fastattn=library_version(), chip=cpu_name(), cores=os.cpu_count())
+        return dict(
+            fastattn=library_version(), chip=cpu_name(), cores=os.cpu_count(), flags=cpu_flags()
+        )
     major, minor = torch.cuda.get_device_capability(device)
     try:
         triton = importlib.metadata.version("triton")
@@ -113,15 +127,30 @@ def path_of(device: torch.device) -> Path:
 
 
 def all_of_user() -> list[Path]:
-    """The user's files, of every chip."""
-    where = Path(folder())
-    return sorted([*where.glob("cpu-*.json"), *where.glob("cuda-*.json")])
+    """The user's files, of every chip: those that can be read, and what has the name of a chip that
+    is here. Raises OSError if the folder cannot be listed."""
+    where = folder()
+    names = os.listdir(where) if os.path.isdir(where) else []
+    paths = [Path(where) / x for x in sorted(names) if re.fullmatch(r"(cpu|cuda)-.*\.json", x)]
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    own = {path_of(x) for x in devices}
+    return [x for x in paths if x in own or _readable(x)]
+
+
+def _readable(path: Path) -> bool:
+    try:
+        read(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @functools.cache
 def here(device: torch.device) -> Measured | None:
     """The user's file for a device, if it is there and counts. Warns once if it does not."""
-    if not os.path.isdir(folder()):
+    where = folder()
+    if not (where and os.path.isdir(where)):
         return None
     path = path_of(device)
     try:
@@ -136,8 +165,11 @@ def here(device: torch.device) -> Measured | None:
 
 def read(path: Path) -> Measured:
     """Raises OSError, or ValueError for a file of another form."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict) or repr(found.get("format")) != repr(FORMAT):  # true is no 1
         raise ValueError(f"got no object of format {FORMAT}")
     if not isinstance(found.get("identity"), dict) or not isinstance(found.get("choices"), dict):
         raise ValueError("got no identity and choices")

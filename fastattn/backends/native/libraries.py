@@ -15,7 +15,8 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib import machinery, util
 from pathlib import Path
 from types import ModuleType
@@ -204,6 +205,7 @@ class CudaLibrary(Library):
 
 
 Loaded = TypeVar("Loaded", bound=Library)
+MODEL = "amx_model"  # the instruction set of tests
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 
@@ -231,8 +233,8 @@ def build() -> dict[str, str]:
 
 
 @functools.cache
-def _load_cpu() -> CpuLibrary | str:
-    """The library, or the reason there is none."""
+def _open_cpu() -> CpuLibrary | str:
+    """The library with its own choices, or the reason there is none."""
     candidates = _candidates(f"libfastattn_cpu{SUFFIX}", "FASTATTN_LIBRARY")
     path = next((p for p in candidates if os.path.exists(p)), None)
     if path is None:
@@ -240,9 +242,19 @@ def _load_cpu() -> CpuLibrary | str:
         how = "`pip install .`, then run Python outside the folder of the sources"
         return f"the native library was not built: no {where} ({how})"
     try:
-        library = CpuLibrary(path)
+        return CpuLibrary(path)
     except (OSError, AttributeError) as error:
         return f"the native library does not load: {error}"
+
+
+@functools.cache
+def _load_cpu() -> CpuLibrary | str:
+    """The library with the instruction sets of FASTATTN_CPU_ISA or a file, or the reason there is
+    none."""
+    library = _open_cpu()
+    if isinstance(library, str):
+        return library
+    cpu_defaults()
     wanted = os.environ.get("FASTATTN_CPU_ISA")
     named = os.fsencode(wanted or "")
     if not wanted:
@@ -268,10 +280,10 @@ class Measured(NamedTuple):
     def parse(cls, written: dict[str, Any]) -> Measured:
         found = cls(**written)
         texts = found.isa, found.decoding
-        if not all(x is None or isinstance(x, str) for x in texts) or (texts[0] is None) != (
-            texts[1] is None
-        ):
+        if texts != (None, None) and not all(isinstance(x, str) and x for x in texts):
             raise ValueError(f"isa, decoding: got {texts}")
+        if MODEL in texts:
+            raise ValueError(f"isa, decoding: got {MODEL}, which is for tests")
         if found.threads is not None and not (type(found.threads) is int and found.threads > 0):
             raise ValueError(f"threads: got {found.threads!r}")
         return found
@@ -279,27 +291,55 @@ class Measured(NamedTuple):
 
 @functools.cache
 def measured() -> Measured:
-    """What the user's file for this CPU chooses."""
-    return files.choices(torch.device("cpu"), "cpu", Measured.parse, Measured())
+    """What the user's file for this CPU chooses; nothing if it names an instruction set that is not
+    here."""
+    device = torch.device("cpu")
+    found, library = files.choices(device, "cpu", Measured.parse, Measured()), _open_cpu()
+    if found.isa is None or isinstance(library, str):
+        return found
+    isas = library.isas().decode()
+    if {found.isa, found.decoding} <= set(isas.split(",")):
+        return found
+    why = f"it chooses {found.isa} and {found.decoding}, and this build has {isas}"
+    files.ignored(files.path_of(device), why)
+    return Measured()
 
 
 def _select_measured(library: CpuLibrary) -> None:
     isa, decoding, _ = measured()
-    if isa and decoding and library.select(isa.encode(), decoding.encode()):
-        path = files.path_of(torch.device("cpu"))
-        have = library.isas().decode()
-        files.ignored(path, f"it chooses {isa} and {decoding}, and this build has {have}")
+    if isa and decoding:
+        library.select(isa.encode(), decoding.encode())
+
+
+_defaults: list[None] = []  # the blocks of `by_default`
+
+
+@contextmanager
+def by_default() -> Generator[None]:
+    """In the block calls run as without a file and FASTATTN_CPU_ISA."""
+    before = cpu_selected()
+    select_cpu_isa(*cpu_defaults())
+    _defaults.append(None)
+    try:
+        yield
+    finally:
+        _defaults.pop()
+        select_cpu_isa(*before)
 
 
 def _num_threads() -> Callable[[], int]:
     """torch.get_num_threads, with the bound of a file if there may be one: decided at import, where
     callers of every call take it; the file is read by the first."""
     where = files.folder()
-    if not (os.path.isdir(where) and any(x.startswith("cpu-") for x in os.listdir(where))):
+    try:
+        names = os.listdir(where) if where and os.path.isdir(where) else []
+    except OSError:  # `measured` warns if the file cannot be read either
+        names = ["cpu-"]
+    if not any(x.startswith("cpu-") for x in names):
         return torch.get_num_threads
 
     def bounded() -> int:
-        most = measured().threads
+        most = None if _defaults else measured().threads
         return min(torch.get_num_threads(), most) if most else torch.get_num_threads()
 
     return bounded
@@ -419,19 +459,35 @@ def cpu_measured() -> str:
 
 def cpu_unit(spec: AttentionSpec) -> str:
     """The instruction set that runs the passes of this call."""
+    return _unit(cpu(), spec)
+
+
+def _unit(library: CpuLibrary, spec: AttentionSpec) -> str:
     params = bytearray(form(spec))
     TENSOR.pack_into(params, offset("q"), 0, 0, 0, 0, 0, DTYPE[spec.dtype])
-    return cpu().unit(bytes(params)).decode()
+    return library.unit(bytes(params)).decode()
 
 
 def cpu_units() -> dict[str, dict[str, str]]:
     """For each dtype, the instruction set for a call of many rows, and of one row on many keys."""
-    sizes: dict[str, Any] = dict(B=1, H=1, Hk=1, N=4096, D=64, Dv=64, device="cpu", scale=1.0)
     units = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        many, one = (AttentionSpec(M=m, dtype=dtype, **sizes) for m in (4096, 1))
-        units[str(dtype)[6:]] = {"many rows": cpu_unit(many), "one row": cpu_unit(one)}
+        many, one = (_unit(cpu(), _example(m, dtype)) for m in (4096, 1))
+        units[str(dtype)[6:]] = {"many rows": many, "one row": one}
     return units
+
+
+def _example(rows: int, dtype: torch.dtype) -> AttentionSpec:
+    sizes: dict[str, Any] = dict(B=1, H=1, Hk=1, N=4096, D=64, Dv=64, device="cpu", scale=1.0)
+    return AttentionSpec(M=rows, dtype=dtype, **sizes)
+
+
+@functools.cache
+def cpu_defaults() -> tuple[str, str]:
+    """`cpu_selected` of a library for which nothing has been selected: its first caller is
+    `_load_cpu`, before it selects."""
+    library = _required(_open_cpu())
+    return library.isa().decode(), _unit(library, _example(1, torch.bfloat16))
 
 
 def cpu_selected() -> tuple[str, str]:

@@ -17,8 +17,9 @@ from ..measured import files
 from .tile_configs import Config
 
 Choice = Config | int  # a tile, or a number of parts
-# Of the functions that launch each choice, the one to take: the first is the default.
-Race = Callable[["Key", dict[Choice, Callable[[], Any]]], Choice]
+# Of the functions that launch each choice, the one to take: the first is the default. None if
+# nothing was measured.
+Race = Callable[["Key", dict[Choice, Callable[[], Any]]], Choice | None]
 
 
 class Key(NamedTuple):
@@ -126,5 +127,7 @@ def best(
         return choice if choice in choices else default  # it may be of other tables
     race, found = _searches[-1]
     if key not in found and len(choices) > 1:
-        found[key] = race(key, {x: functools.partial(launch, x) for x in choices})
+        choice = race(key, {x: functools.partial(launch, x) for x in choices})
+        if choice is not None:
+            found[key] = choice
     return found.get(key, default)

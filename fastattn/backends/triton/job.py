@@ -400,18 +400,21 @@ class Job:
             products = _tile(tile_configs.products, which, *self.tiled)
             constexprs["F"] = F._replace(precision=products)
 
-        def attempt(c: tile_configs.Config) -> None:
-            extras = self.extras
-            if side := self.flags.block_mask and OWNS.get(which):
-                extras = extras._replace(block_mask=self.block_mask(side, c))
-            keeps = self.key and not kernel.pre_run_hooks
+        def attempt(c: tile_configs.Config, exact: bool = False) -> None:
+            """Launch this tile, or a smaller one unless `exact`."""
+            keeps, again = self.key and not kernel.pre_run_hooks, None
             if keeps:
                 key = (kernel.fn, c, *constexprs.values(), specialization_key(others))
                 again = self.launches.get(key)
                 if isinstance(again, tile_configs.Config):
+                    if exact:
+                        raise RuntimeError(no_room(kernel.__name__, self.room, c))
                     return attempt(again)
-                if again:
-                    return again(args, extras)
+            extras = self.extras
+            if side := self.flags.block_mask and OWNS.get(which):
+                extras = extras._replace(block_mask=self.block_mask(side, c))
+            if again:
+                return again(args, extras)
             options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
             BD, BX = columns(spec.D) if which in ("forward", "decode") else (padded(spec.D), 0)
             D = min(spec.D, BD)
@@ -422,8 +425,8 @@ class Job:
             # Without kept launches each would be compiled twice, if only to find it in a cache.
             looks = self.lacks_room or (keeps and self.room)
             if looks and not fits(self.room, kernel, grid, *given, **constants, **options):
-                if not (below := tile_configs.smaller(which, c)):
-                    raise RuntimeError(no_room(kernel.__name__, self.room))
+                if exact or not (below := tile_configs.smaller(which, c)):
+                    raise RuntimeError(no_room(kernel.__name__, self.room, c))
                 if keeps:
                     launch_cache.keep(self.launches, key, below)
                 return attempt(below)
@@ -432,10 +435,12 @@ class Job:
                 named = tuple(constants[x] for x in kernel.arg_names if x in constants)
                 launch_cache.keep(self.launches, key, Launch(made, *grid, sizes, named))
 
-        config = config or self.config(which)
+        # A mask's lists are of the tiles that the caller named.
+        exact, config = config is not None, config or self.config(which)
         if self.measured:
-            config = self._measured(which, config, args, constexprs, attempt)
-        attempt(config)
+            only = functools.partial(attempt, exact=True)
+            config = self._measured(which, config, args, constexprs, only)
+        attempt(config, exact)
 
     def _measured(
         self,
@@ -448,11 +453,12 @@ class Job:
         """The tile of a file or a search; kept for calls of the kind, but for those of a search."""
         given = tuple(x is not None for x in args)  # with None for some, it is another kernel
         about = "tile", which, default, given, *constexprs.values()
-        if (tile := self.launches.get(about)) is None:
+        search = autotune.searches()
+        if (tile := None if search else self.launches.get(about)) is None:
             key = autotune.key(which, self.spec, **constexprs, given=given)
             alternatives = tile_configs.candidates(which, default)
             tile = autotune.best(key, self.device, default, alternatives, attempt)
-            if not autotune.searches():
+            if not search:
                 launch_cache.keep(self.launches, about, tile)
         return tile
 
@@ -462,9 +468,9 @@ def _tile(table: Callable[..., Any], *about: Any) -> Any:
     return table(*about)
 
 
-def no_room(name: str, room: int) -> str:
+def no_room(name: str, room: int, c: tile_configs.Config) -> str:
     return (
-        f"{name}: got a GPU with {room} bytes of shared memory for a block, fewer than the "
-        "smallest tile of this call needs: expected more, a smaller head dim, or "
+        f"{name}: got a GPU with {room} bytes of shared memory for a block, fewer than a tile of "
+        f"{c.BM} x {c.BN} in {c.stages} stages needs: expected more, a smaller head dim, or "
         'backend="reference"'
     )
