@@ -115,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
         except ValueError as error:
             print(f"{parser.prog}: {error}", file=sys.stderr)
             return 2
+    if given and not given[0].startswith("-"):
+        parser.error(f"got {given[0]!r}, expected one of {', '.join(COMMANDS)}, or an option")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--support", action="store_true", help="print the README's support table")
     chosen = parser.parse_args(given)

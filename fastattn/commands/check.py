@@ -1,8 +1,8 @@
 """python -m fastattn check: compare every backend on this machine with the oracle, in minutes.
 
-The calls are a covering array: every two levels of the factors of a call are in one of them. The
-oracle computes in float64 on the CPU. A result may err by a few times what the same formulas lose
-in the dtype of the call, and by some roundings of its largest number.
+The calls are a covering array: every two levels of the factors of a call are in one of them; and a
+few that have three. The oracle computes in float64 on the CPU. A result may err by a few times what
+the same formulas lose in the dtype of the call, and by some roundings of its largest number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..backends import base
 from ..backends.native import libraries
 from ..dispatch.operation import forget_plans
 from .covering import Row, covering
-from .sample_calls import FACTORS, Call, excludes, made
+from .sample_calls import FACTORS, FIXED, Call, excludes, made
 
 MINUTES = 5.0
 TIMES = {"out": 2, "lse": 0}  # of the baseline's largest error; 3 for gradients
@@ -56,7 +56,7 @@ def ways(device: str) -> list[Way]:
         if why or device not in (base.get(name).support.devices or ()):
             continue
         isas = libraries.cpu_isas() if name == "cpu" else [""]
-        found += [Way(name, device, x) for x in isas if x != "amx_model"]
+        found += [Way(name, device, x) for x in isas if x != libraries.MODEL]
     return found
 
 
@@ -208,13 +208,15 @@ def command(options: argparse.Namespace, say: Callable[[str], None] = print) -> 
     """Status 0 if all is right, 1 if a result is wrong, 2 if nothing ran.
 
     Raises:
-        ValueError: No way to run calls has these names, or there is no such call.
+        ValueError: No way to run calls has these names, there is no such call, or no time.
     """
+    if not options.minutes > 0:
+        raise ValueError(f"--minutes: got {options.minutes:g}, expected more than 0")
     devices = [options.device] if options.device else ["cuda", "cpu"]
     found = [way for device in devices for way in ways(device)]
     asked = [x for x in found if options.backend in (None, x.backend)]
     asked = [x for x in asked if options.isa in (None, x.isa)]
-    if "cuda" in devices and not any(x.device == "cuda" for x in found):
+    if any(not any(x.device == device for x in found) for device in devices):
         for name, why in base.available_backends().items():
             if why:
                 say(f"{name}: not checked: {why}")
@@ -223,7 +225,7 @@ def command(options: argparse.Namespace, say: Callable[[str], None] = print) -> 
         raise ValueError(
             f"--backend, --isa: got {options.backend}, {options.isa}, expected one of {have}"
         )
-    rows = list(enumerate(covering(FACTORS, excludes, options.seed)))
+    rows = list(enumerate([*covering(FACTORS, excludes, options.seed), *FIXED]))
     if options.call is not None:
         if not 0 <= options.call < len(rows):
             raise ValueError(f"--call: got {options.call}, expected 0 to {len(rows) - 1}")

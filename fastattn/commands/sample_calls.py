@@ -25,11 +25,14 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("bfloat16", "float32", "float16", "float64"),
     "M": (33, 1, 4, 130, 260),
     "N": (65, 1, 16, 300, 530),
-    "D, Dv": ((64, 64), (128, 128), (32, 32), (96, 64), (192, 128), (80, 80), (16, 40), (256, 256)),
+    "D, Dv": (
+        *((64, 64), (128, 128), (32, 32), (96, 64), (192, 128), (80, 80), (16, 40), (256, 256)),
+        (33, 17),
+    ),
     "heads": ((4, 4), (8, 2), (3, 1)),
     "band": ("no", "causal", "bottom_right", "window", "left"),
     "lengths": ("all", "some"),
-    "mask": ("no", "bool", "float", "-inf"),
+    "mask": ("no", "bool", "float", "-inf", "of heads", "float32"),
     "alibi": ("no", "of heads", "of items"),
     "softcap": (None, 4.0),
     "sinks": ("no", "normal", "-inf"),
@@ -54,7 +57,18 @@ def excludes(f: str, a: Any, g: str, b: Any) -> bool:
     """Level a of factor f excludes level b of g."""
     if (f, g) == ("form", "stored"):
         return a != "paged" and b != "own"
+    if (f, g) == ("mask", "dtype"):  # a float32 mask is another dtype's beside 16 bits alone
+        return a == "float32" and b in ("float32", "float64")
     return (f, g) == ("stored", "grad") and a != "own" and b
+
+
+USUAL: Row = {name: some[0] for name, some in FACTORS.items()}
+DECODED = dict(M=1, N=530, grad=False)
+FIXED: tuple[Row, ...] = (  # decoding: in the array one row meets many keys in other forms, maybe
+    USUAL | DECODED | {"D, Dv": (128, 128), "heads": (8, 2)},
+    USUAL | DECODED | dict(dtype="float32", lse=True, band="bottom_right"),
+    USUAL | DECODED | {"dtype": "float16", "D, Dv": (33, 17), "band": "window", "N": 300},
+)
 
 
 class Call(NamedTuple):
@@ -184,8 +198,10 @@ def made(row: Row, seed: int) -> Call:
             tensors[name], scale = quantised(tensors[name].float(), getattr(torch, row["stored"]))
             given[f"{name}_scale"] = scale
     if row["mask"] != "no":
-        tensors["mask"] = _mask(row["mask"], (B, 1, M, N), generator).to(
-            torch.bool if row["mask"] == "bool" else dtype
+        planes = H if row["mask"] == "of heads" else 1
+        kinds = {"bool": torch.bool, "float32": torch.float32}
+        tensors["mask"] = _mask(row["mask"], (B, planes, M, N), generator).to(
+            kinds.get(row["mask"], dtype)
         )
     if row["alibi"] != "no":
         shape = (H,) if row["alibi"] == "of heads" else (B, H)
@@ -227,4 +243,4 @@ def _mask(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
     if kind == "bool":
         return shown
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return x if kind == "float" else x.masked_fill(~shown, -torch.inf)
+    return x.masked_fill(~shown, -torch.inf) if kind == "-inf" else x

@@ -34,6 +34,7 @@ def small(threads, monkeypatch):
     threads(1)
     numbers = {id(CALLS(number, 0)): number for number in range(len(ROWS(0)))}
     monkeypatch.setattr(check, "covering", lambda factors, excludes, seed: ROWS(seed))
+    monkeypatch.setattr(check, "FIXED", ())
     monkeypatch.setattr(check, "made", lambda row, seed: CALLS(ROWS(0).index(row), 0))
     monkeypatch.setattr(check, "Expected", lambda call: EXPECTED(numbers[id(call)], 0))
 
@@ -61,7 +62,7 @@ def test_each_pair_of_levels_that_may_meet_is_in_a_row():
         and not excludes(*other, *one)
         and not any(row[one[0]] == one[1] and row[other[0]] == other[1] for row in rows)
     ]
-    assert not missing and len(rows) < 60
+    assert not missing and len(rows) < 70
     for row in rows:
         assert row.keys() == FACTORS.keys()
         assert not any(excludes(*x, *y) for x, y in itertools.permutations(row.items(), 2))
@@ -151,6 +152,72 @@ def raising(method):
     return run
 
 
+def changed(change):
+    """A fault: kernels get other tensors than the caller's, or return another output."""
+
+    def planted(method):
+        def run(self, spec, t):
+            return change(spec, t, lambda t: method(self, spec, t))
+
+        return run
+
+    return planted
+
+
+def without_the_last_column(spec, t, run):
+    out, normaliser = run(t)
+    if spec.Dv % 8:
+        out[..., -1] = 0
+    return out, normaliser
+
+
+def with_one_mask(spec, t, run):
+    mask = t.mask
+    if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+        mask = mask[:, :1].expand(mask.shape)
+    return run(t._replace(mask=mask))
+
+
+def with_a_rounded_mask(spec, t, run):
+    if spec.dtype.itemsize == 2 and t.mask is not None and t.mask.dtype == torch.float32:
+        t = t._replace(mask=t.mask.round())
+    return run(t)
+
+
+def without_a_block_in_decoding(spec, t, run):
+    if spec.M == 1 and not spec.packed and spec.N >= 300:
+        t = t._replace(k=t.k.clone().index_fill_(2, torch.arange(256, 264), 0))
+    return run(t)
+
+
+OF_LEVELS = {
+    "the last of an odd number of columns": without_the_last_column,
+    "one mask for all heads": with_one_mask,
+    "a float32 mask is rounded": with_a_rounded_mask,
+    "a block of keys of one row": without_a_block_in_decoding,
+}
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.parametrize("fault", OF_LEVELS)
+def test_a_fault_of_few_levels_is_found(fault, monkeypatch, capsys, threads):
+    """In the calls of the command; those of some levels are left out to save time."""
+    threads(1)
+
+    def levels(row):
+        decoded = row["M"] == 1 and row["form"] == "dense" and row["N"] >= 300
+        return decoded or row["D, Dv"] == (33, 17) or row["mask"] in ("of heads", "float32")
+
+    of_all = check.covering
+    monkeypatch.setattr(check, "covering", lambda *g: [x for x in of_all(*g) if levels(x)])
+    assert checked(capsys, *GENERIC)[0] == 0
+    monkeypatch.setattr(cpu.Cpu, "fast_plan", lambda *given: None)
+    monkeypatch.setattr(cpu.Cpu, "forward", changed(OF_LEVELS[fault])(cpu.Cpu.forward))
+    status, lines = checked(capsys, *GENERIC)
+    assert status == 1 and re.search(r": WRONG in \d+$", lines[-1]), lines[-1]
+
+
 FAULTS = {
     "the scale is off by a hundredth": ("forward", replaced(scale=lambda x: x.scale * 1.01)),
     "causal is dropped": ("forward", replaced(right=lambda x: UNLIMITED)),
@@ -205,7 +272,7 @@ def test_a_backend_that_declines_everything_is_not_called_right(small, monkeypat
 
 @not_interpreted
 def test_the_time_ends_it(small, capsys):
-    status, lines = checked(capsys, *GENERIC, "--minutes", "0")
+    status, lines = checked(capsys, *GENERIC, "--minutes", "1e-9")
     assert status == 2 and "none of" in lines[-1]
     verdict = check.Verdict(check.Way("cpu", "cpu", "avx2"), of=9, calls=4, declined=2, worst=0.5)
     text = "cpu avx2: 4 calls (2 more declined) (3 more not reached in the time)"
@@ -217,6 +284,8 @@ def test_the_time_ends_it(small, capsys):
     [
         (["--isa", "mmx"], "got None, mmx, expected one of "),
         (["--backend", "gpu"], "got gpu, None, expected one of "),
+        (["--minutes", "0"], "--minutes: got 0, expected more than 0"),
+        (["--minutes", "nan"], "--minutes: got nan, expected more than 0"),
         (["--call", "1000"], "--call: got 1000, expected 0 to "),
     ],
 )
@@ -227,8 +296,29 @@ def test_what_is_not_there_is_refused(arguments, message, capsys):
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(base.get("cuda").__class__, "unavailable", lambda self: "no GPU here")
-    __main__.main(["check", "--minutes", "0"])
+    __main__.main(["check", "--minutes", "1e-9"])
     assert "cuda: not checked: no GPU here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["check", "tune"])
+def test_a_library_that_does_not_load_is_named(command, tmp_path):
+    """Whatever else could not run: no traceback."""
+    library = tmp_path / "broken.so"
+    library.write_text("no library")
+    program = f"""
+import sys
+from fastattn.__main__ import main
+sys.stderr = sys.stdout
+sys.exit(0 if main(["{command}", "--device", "cpu"]) == 2 else 3)
+"""
+    said = python("-W", "ignore", "-c", program, FASTATTN_LIBRARY=str(library)).stdout
+    assert "the native library does not load: " in said and "Traceback" not in said
+
+
+def test_an_unknown_command_names_the_commands(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["chek"])
+    assert "got 'chek', expected one of check, tune, or an option" in capsys.readouterr().err
 
 
 @needs_triton

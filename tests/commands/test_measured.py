@@ -320,6 +320,20 @@ def test_an_instruction_set_that_is_not_here_is_ignored_with_a_word(cache):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="about the native library")
+def test_a_block_by_default_ignores_what_was_chosen(cache, threads):
+    threads(2)
+    written({"cpu": dict(isa="generic", decoding="generic", threads=1)})
+    before, count = libraries.cpu_selected(), libraries._num_threads()
+    libraries.select_cpu_isa("generic")
+    try:
+        with libraries.by_default():
+            assert (libraries.cpu_selected(), count()) == (libraries.cpu_defaults(), 2)
+        assert (libraries.cpu_selected(), count()) == (("generic", "generic"), 1)
+    finally:
+        libraries.select_cpu_isa(*before)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="about the native library")
 @pytest.mark.parametrize("isa", ["mmx", "\udc80"], ids=["unknown", "a lone surrogate"])
 def test_a_file_that_is_ignored_bounds_no_threads(isa, cache, threads):
     threads(2)

@@ -154,6 +154,7 @@ def check_indices(job: Job) -> None:
         lambda c: programs,
         (),
         (errors,),
+        config=c,  # the grid is that of this tile
         F=job.flags._replace(block_mask=False, tma=False, mask_mod=None),
     )
     if errors.any():
