@@ -225,7 +225,7 @@ def command(options: argparse.Namespace, say: Callable[[str], None] = print) -> 
         raise ValueError(
             f"--backend, --isa: got {options.backend}, {options.isa}, expected one of {have}"
         )
-    rows = list(enumerate([*covering(FACTORS, excludes, options.seed), *FIXED]))
+    rows = list(enumerate([*FIXED, *covering(FACTORS, excludes, options.seed)]))
     if options.call is not None:
         if not 0 <= options.call < len(rows):
             raise ValueError(f"--call: got {options.call}, expected 0 to {len(rows) - 1}")
