@@ -275,7 +275,7 @@ def test_out(place):
 
 
 def parts_of_one_memory(memory):
-    """q, k and the options of calls whose out is (q, k), by name, and if all are written directly.
+    """q, k and the options of calls with out=(q, k), by name, and if all are written directly.
 
     memory: numbers for all of them.
     """
