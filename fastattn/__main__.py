@@ -131,8 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     try:
-        status = main()
+        exit_status: int = main()
         sys.stdout.flush()
-        sys.exit(status)
+        sys.exit(exit_status)
     except BrokenPipeError:  # as after `| head`; the flush at exit must not raise it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

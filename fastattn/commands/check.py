@@ -82,6 +82,9 @@ def on(way: Way) -> Generator[None]:
 class Expected:
     """The oracle's results of a call, and how far a result may be from them."""
 
+    exact: dict[str, Tensor]
+    bounds: dict[str, float]
+
     def __init__(self, call: Call):
         dtype = call.dout.dtype
         wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)

@@ -151,6 +151,11 @@ def of_model(name: str, say: Callable[[str], None] = print) -> list[Shape]:
 class Tuner:
     """Races on one device, until a time of `time.monotonic`."""
 
+    device: torch.device
+    clock: Clock
+    end: float
+    say: Say
+
     def __init__(self, device: torch.device, clock: Clock, end: float, say: Say):
         self.device, self.clock, self.end, self.say = device, clock, end, say
         self.races: list[Race] = []

@@ -109,6 +109,15 @@ class CrossEntropyLoss(nn.Module):
         tensor(1.3863)
     """
 
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    logit_scale: float
+    lse_square_scale: float
+    inplace_backward: bool
+    process_group: Any
+    return_z_loss: bool
+
     def __init__(
         self,
         ignore_index: int = -100,

@@ -345,7 +345,7 @@ def _num_threads() -> Callable[[], int]:
     return bounded
 
 
-get_num_threads = _num_threads()
+get_num_threads: Callable[[], int] = _num_threads()
 
 
 @functools.cache
