@@ -455,9 +455,13 @@ def rotate(
 ) -> Tensor:
     """Each pair (a, b) of columns from `start` on becomes (a cos - b sin, b cos + a sin)."""
     end = start + 2 * cos.shape[-1]
-    turned = x[..., start:end]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
-    pair = a * cos - b * sin, b * cos + a * sin
-    beside = interleaved and not deinterleave
-    y = torch.stack(pair, -1).flatten(-2) if beside else torch.cat(pair, -1)
+    y = turn_pairs(x[..., start:end], cos, sin, interleaved, interleaved and not deinterleave)
     return torch.cat([x[..., :start], y, x[..., end:]], -1)
+
+
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, beside: bool, beside_after: bool) -> Tensor:
+    """`rotate` of all columns. beside, beside_after: a pair lies side by side in x, and in the
+    result; otherwise half of the columns apart."""
+    a, b = x.unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1) if beside else x.chunk(2, dim=-1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    return torch.stack(pair, -1).flatten(-2) if beside_after else torch.cat(pair, -1)

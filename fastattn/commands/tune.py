@@ -148,6 +148,7 @@ def of_model(name: str, say: Callable[[str], None] = print) -> list[Shape]:
     return list(dict.fromkeys(found))
 
 
+@dataclasses.dataclass
 class Tuner:
     """Races on one device, until a time of `time.monotonic`."""
 
@@ -155,10 +156,7 @@ class Tuner:
     clock: Clock
     end: float
     say: Say
-
-    def __init__(self, device: torch.device, clock: Clock, end: float, say: Say):
-        self.device, self.clock, self.end, self.say = device, clock, end, say
-        self.races: list[Race] = []
+    races: list[Race] = dataclasses.field(default_factory=list)
 
     def program(
         self, shape: Shape, backend: str, make: Callable[..., Callable[[], Any]]

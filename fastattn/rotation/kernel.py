@@ -6,10 +6,10 @@ import struct
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, get_num_threads
+from torch import Tensor
 
 from ..backends.native import libraries
-from ..backends.native.libraries import DTYPE
+from ..backends.native.libraries import DTYPE, get_num_threads
 from ..call.spec import acc_dtype
 from .form import Form, Rows, check_offsets
 

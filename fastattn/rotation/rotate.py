@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from .. import reference
 from ..call.sizes import known
 from ..call.spec import acc_dtype
 from .norm_rope import DTYPES, norm_rope
@@ -108,12 +109,6 @@ def _table(t: Tensor, ndim: int, axes: _Axes) -> Tensor:
 
 def _by_operations(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     columns, wide = 2 * cos.shape[-1], acc_dtype(x.dtype)
-    cos, sin = cos.to(wide), sin.to(wide)
-    turned, rest = x[..., :columns].to(wide), x[..., columns:]
-    if interleaved:
-        a, b = turned.unflatten(-1, (columns // 2, 2)).unbind(-1)
-    else:
-        a, b = turned.chunk(2, dim=-1)
-    rotated = (a * cos - b * sin, a * sin + b * cos)
-    y = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
-    return torch.cat([y.to(x.dtype), rest], dim=-1)
+    turned = x[..., :columns].to(wide)
+    y = reference.turn_pairs(turned, cos.to(wide), sin.to(wide), interleaved, interleaved)
+    return torch.cat([y.to(x.dtype), x[..., columns:]], dim=-1)

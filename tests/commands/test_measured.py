@@ -287,6 +287,11 @@ def test_damaged_rules_leave_the_committed_ones(cache, monkeypatch):
 SHOWN = """
 import fastattn, torch
 from fastattn.backends.native import libraries
+from fastattn.kv_cache import new_rows
+from fastattn.rotation import kernel
+from fastattn.selection import indexer
+for module in (new_rows, kernel, indexer):
+    assert module.get_num_threads is libraries.get_num_threads, module
 q = torch.randn(1, 1, 30, 8)
 found = fastattn.explain(q, q, q)
 print(found.unit, found.measured, libraries.cpu_isa_reason(), libraries.get_num_threads(), sep="|")

@@ -73,7 +73,8 @@ MODULES = GRAPH.modules
 # exports it.
 IMPORT_THE_ORACLE = {"backends.reference", "dispatch.onnx_decomposition", "dropin.flex", "__init__"}
 IMPORT_THE_ORACLE |= {"commands.sample_calls"}
-IMPORT_THE_ORACLE |= {"rotation.form"}  # its forms of norm_rope in float32 run where no kernel does
+# Its forms of norm_rope and of a rotation, in float32, run where no kernel does.
+IMPORT_THE_ORACLE |= {"rotation.form", "rotation.rotate"}
 
 
 def floors():
